@@ -1,0 +1,189 @@
+"""The engine manifest: the only contract between building and running.
+
+`manifest.json` says what an engine is, what it was made from and with, and the sha256 of every file beside it. Its JSON
+schema is `EngineManifest.model_json_schema()`, kept in docs/manifest.schema.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from harness.errors import EngineError
+
+MANIFEST_NAME = "manifest.json"
+SCHEMA_VERSION = 1
+
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+PositiveInt = Annotated[int, Field(gt=0)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelPart(_Part):
+    """Which model, and the hash of its weights, config and tokenizer."""
+
+    name: str
+    architecture: str
+    content_hash: Sha256
+    num_parameters: PositiveInt
+    num_layers: PositiveInt
+    vocab_size: PositiveInt
+    max_position_embeddings: PositiveInt
+
+
+class RecipePart(_Part):
+    """The recipe by name, and the precision of each module in its written form (`int4-g128`)."""
+
+    name: str
+    layers: dict[str, str]
+    bits_per_weight: float
+
+
+class CalibrationPart(_Part):
+    """What the integers were chosen by. Round to nearest needs no data."""
+
+    method: Literal["round-to-nearest"]
+    fingerprint: Sha256 | None = None
+
+
+class KvPart(_Part):
+    """Layout of the KV cache. `bytes_per_token` is over all layers, by execution mode, block scales included."""
+
+    kind: Literal["gqa", "mla-latent", "mla-expanded"]
+    num_layers: PositiveInt
+    num_kv_heads: PositiveInt
+    key_dim: PositiveInt
+    value_dim: PositiveInt
+    tokens_per_block: PositiveInt
+    bytes_per_token: dict[Literal["fast", "deterministic"], PositiveInt]
+
+
+class TokenizerPart(_Part):
+    """Hashes of the tokenizer and chat template, and the ids that matter to serving."""
+
+    sha256: Sha256
+    chat_template_sha256: Sha256 | None
+    bos_token_id: int | None
+    eos_token_ids: list[int]
+
+
+class QualityPart(_Part):
+    """The verdict of the quality report."""
+
+    verdict: Literal["pass", "warn", "fail", "not_run"]
+
+
+class FilePart(_Part):
+    """One file of the engine."""
+
+    sha256: Sha256
+    num_bytes: int
+
+
+class EngineManifest(_Part):
+    """Everything a runtime must know before it loads an engine."""
+
+    schema_version: Literal[1] = 1
+    engine_id: str
+    model: ModelPart
+    arch: str
+    backend: str
+    versions: dict[str, str]
+    recipe: RecipePart
+    calibration: CalibrationPart
+    kv: KvPart
+    max_model_len: PositiveInt
+    tokenizer: TokenizerPart
+    compile_settings: dict[Literal["fast", "deterministic"], dict[str, str]]
+    quality: QualityPart
+    files: dict[str, FilePart]
+
+    def weight_bytes(self) -> int:
+        """Bytes of all model files."""
+        return sum(part.num_bytes for name, part in self.files.items() if name.endswith((".bin", ".xml")))
+
+
+def write_manifest(engine_dir: Path, manifest: EngineManifest) -> None:
+    """Write `manifest.json`."""
+    text = json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False)
+    (engine_dir / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
+
+
+def read_manifest(engine_dir: Path) -> EngineManifest:
+    """Read and check `manifest.json`; hashes are checked by `verify_files`.
+
+    Raises:
+        EngineError: no engine there, a manifest of another schema, or a broken one.
+    """
+    path = engine_dir / MANIFEST_NAME
+    if not path.is_file():
+        raise EngineError(
+            f"no engine in {engine_dir} (it has no {MANIFEST_NAME})",
+            "build one with: harness-build --model MODEL --arch cpu",
+        )
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        version = raw.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise EngineError(
+                f"{path} has schema_version {version!r}, this version reads {SCHEMA_VERSION}", "rebuild the engine"
+            )
+        manifest = EngineManifest.model_validate(raw)
+    except (OSError, ValueError, AttributeError, ValidationError) as error:
+        raise EngineError(f"{path} is not a valid manifest: {error}", "rebuild the engine") from None
+    for name in manifest.files:
+        # a manifest is input: it must not point out of its folder
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise EngineError(f"{path} lists a file outside the engine: {name!r}", "do not use this engine")
+    return manifest
+
+
+def sha256_file(path: Path) -> str:
+    """sha256 of a file, 64 hex digits."""
+    with path.open("rb") as file:
+        if hasattr(hashlib, "file_digest"):
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()  # Python 3.10
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+        return digest.hexdigest()
+
+
+def describe_files(engine_dir: Path) -> dict[str, FilePart]:
+    """Hash and size of every file of a folder but the manifest, by relative path."""
+    paths = sorted(p for p in engine_dir.rglob("*") if p.is_file() and p.name != MANIFEST_NAME)
+    return {
+        p.relative_to(engine_dir).as_posix(): FilePart(sha256=sha256_file(p), num_bytes=os.path.getsize(p))
+        for p in paths
+    }
+
+
+def verify_files(engine_dir: Path, manifest: EngineManifest) -> None:
+    """Check that every file is there, whole and unchanged.
+
+    Raises:
+        EngineError: names the first file that is missing, truncated or altered.
+    """
+    for name, part in manifest.files.items():
+        path = engine_dir / name
+        if not path.is_file():
+            raise EngineError(f"{path} is missing", "copy the engine again, or rebuild it")
+        size = path.stat().st_size
+        if size != part.num_bytes:
+            raise EngineError(
+                f"{path} has {size} bytes, expected {part.num_bytes}", "copy the engine again, or rebuild it"
+            )
+        seen = sha256_file(path)
+        if seen != part.sha256:
+            raise EngineError(
+                f"{path} is corrupt: sha256 {seen[:12]}..., expected {part.sha256[:12]}...",
+                "copy the engine again, or rebuild it",
+            )
