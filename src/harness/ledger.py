@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.errors import CapacityError
 from harness.recipe import Precision, linear_shapes
 from harness.spec import MlaSpec, ModelSpec
 
@@ -208,23 +207,6 @@ class Ledger:
     def fits(self, *, num_sequences: int, length: int) -> bool:
         """Whether `num_sequences` sequences of `length` tokens fit."""
         return num_sequences <= self.max_concurrency(length)
-
-    def require(self, *, num_sequences: int, length: int) -> None:
-        """Refuse what does not fit.
-
-        Raises:
-            CapacityError: says what is missing and what would fit.
-        """
-        if self.fits(num_sequences=num_sequences, length=length):
-            return
-        needed = kv_cache_bytes(kv_bytes_per_token=self.kv_bytes_per_token, length=length, num_sequences=num_sequences)
-        longest = self.kv_cache_bytes // (self.kv_bytes_per_token * KV_BLOCK_TOKENS * num_sequences) * KV_BLOCK_TOKENS
-        raise CapacityError(
-            f"{num_sequences} x {length} tokens need {gib(needed)} of KV cache, {gib(self.kv_cache_bytes)} are left of "
-            f"{gib(self.memory_bytes)} after weights ({gib(self.weights_bytes)}) and reserve "
-            f"({gib(self.reserve_bytes)})",
-            f"{self.max_concurrency(length)} x {length} or {num_sequences} x {longest} tokens would fit",
-        )
 
 
 def gib(num_bytes: int) -> str:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from harness.errors import CapacityError
 from harness.ledger import (
     KV_BLOCK_TOKENS,
     KvLayout,
@@ -214,14 +213,12 @@ def test_nothing_fits_beside_weights_too_large() -> None:
     assert not ledger.fits(num_sequences=1, length=1)
 
 
-def test_ledger_refuses_with_what_would_fit() -> None:
+def test_ledger_knows_what_fits() -> None:
     ledger = Ledger(memory_bytes=80 * GIB, weights_bytes=14 * GIB, reserve_bytes=12 * GIB, kv_bytes_per_token=512 * KIB)
-    ledger.require(num_sequences=27, length=4096)
-    with pytest.raises(CapacityError) as refused:
-        ledger.require(num_sequences=28, length=4096)
-    assert "56.00 GiB of KV cache, 54.00 GiB are left" in refused.value.message
-    assert refused.value.hint.startswith("27 x 4096 or 28 x 3936 tokens")
-    ledger.require(num_sequences=28, length=3936)
+    assert ledger.max_concurrency(4096) == 27
+    assert ledger.fits(num_sequences=27, length=4096)
+    assert not ledger.fits(num_sequences=28, length=4096)
+    assert ledger.fits(num_sequences=28, length=3936)
     assert not ledger.fits(num_sequences=28, length=3937)
 
 
