@@ -1,0 +1,178 @@
+"""Builds a CPU engine: source, recipe and tokenizer in, an engine folder out."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import openvino as ov
+
+import harness
+from harness.arch import CPU
+from harness.build.lowering.decoder import build_stateful_model
+from harness.build.lowering.weights import Spool, WeightLowering
+from harness.build.source import WeightSource
+from harness.build.store import check_free_space, engine_id, existing_engine, staged
+from harness.build.tokenizer_check import check_tokenizer
+from harness.errors import BuildError
+from harness.ledger import KV_BLOCK_TOKENS, kv_layout, weights_by_precision
+from harness.manifest import (
+    CalibrationPart,
+    EngineManifest,
+    KvPart,
+    ModelPart,
+    QualityPart,
+    RecipePart,
+    TokenizerPart,
+    describe_files,
+    write_manifest,
+)
+from harness.recipe import Precision, Recipe, linear_shapes, num_linear_parameters
+from harness.spec import MlaSpec, ModelSpec
+from harness.tokenizer import Tokenizer
+
+_DISK_FACTOR = 2.1  # the spool of finished constants and the engine's own file stand beside each other for a while
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltEngine:
+    """Where an engine is, and whether it was there already."""
+
+    engine_dir: Path
+    reused: bool
+
+
+def build_cpu_engine(
+    source: WeightSource,
+    recipe: Recipe,
+    *,
+    engines_dir: Path,
+    out: Path | None = None,
+    on_layer: Callable[[int], None] = lambda layer: None,
+) -> BuiltEngine:
+    """Lower a model for `cpu` and store it, or find it built.
+
+    Args:
+        engines_dir: the store; the engine goes to `<engines_dir>/<model>/cpu-<id>` unless `out` names its folder.
+        on_layer: called with the number of each finished decoder layer.
+
+    Raises:
+        HarnessError: the model, its tokenizer or the recipe is refused, or the disk is full; nothing is left behind.
+    """
+    spec = source.spec
+    resolved = recipe.resolve(spec)
+    layers = {name: str(precision) for name, precision in resolved.items()}
+    versions = {"harness": harness.__version__, "openvino": ov.get_version()}
+    content_hash = source.fingerprint()
+    identity = engine_id(content_hash=content_hash, arch=CPU.name, layers=layers, versions=versions)
+    engine_dir = out or engines_dir / source.name / f"{CPU.name}-{identity}"
+    if existing_engine(engine_dir, identity):
+        return BuiltEngine(engine_dir=engine_dir, reused=True)
+    tokenizer = Tokenizer.from_files(source.tokenizer, generation_config=source.generation_config)
+    check_tokenizer(tokenizer, spec)
+    num_bytes = sum(weights_by_precision(spec, resolved).values())
+    try:
+        with staged(engine_dir) as stage:
+            check_free_space(stage, int(num_bytes * _DISK_FACTOR))
+            _write_model(source, resolved, stage, on_layer)
+            tokenizer.save(stage)
+            manifest = EngineManifest(
+                engine_id=identity,
+                model=_model_part(source, content_hash),
+                arch=CPU.name,
+                backend=CPU.backend,
+                versions=versions,
+                recipe=RecipePart(name=recipe.name, layers=layers, bits_per_weight=_bits_per_weight(spec, resolved)),
+                calibration=CalibrationPart(method="round-to-nearest"),
+                kv=_kv_part(spec),
+                max_model_len=spec.max_position_embeddings,
+                tokenizer=_tokenizer_part(tokenizer),
+                compile_settings=_compile_settings(resolved),
+                quality=QualityPart(verdict="not_run"),
+                files=describe_files(stage),
+            )
+            write_manifest(stage, manifest)
+    except OSError as error:
+        hint = "free some space, or give --out on another disk" if error.errno == errno.ENOSPC else "check the folder"
+        raise BuildError(f"cannot write {engine_dir}: {error.strerror or error}", hint) from None
+    return BuiltEngine(engine_dir=engine_dir, reused=False)
+
+
+def _write_model(
+    source: WeightSource, resolved: dict[str, Precision], stage: Path, on_layer: Callable[[int], None]
+) -> None:
+    with Spool(stage / "constants.spool") as spool:
+        model = build_stateful_model(source.spec, WeightLowering(source, resolved, spool), on_layer=on_layer)
+        try:
+            ov.save_model(model, stage / "model.xml", compress_to_fp16=False)
+        except RuntimeError as error:
+            raise BuildError(f"OpenVINO cannot write the model: {error}", "is the disk full?") from None
+    # OpenVINO does not report a short write
+    ends = [int(o) + int(n) for o, n in re.findall(r'offset="(\d+)" size="(\d+)"', (stage / "model.xml").read_text())]
+    written = (stage / "model.bin").stat().st_size
+    if not ends or written < max(ends):
+        raise OSError(errno.ENOSPC, f"only {written} of {max(ends, default=0)} bytes of model.bin were written")
+
+
+def _model_part(source: WeightSource, content_hash: str) -> ModelPart:
+    spec = source.spec
+    return ModelPart(
+        name=source.name,
+        architecture=spec.architecture,
+        content_hash=content_hash,
+        num_parameters=num_linear_parameters(spec),
+        num_layers=spec.num_layers,
+        vocab_size=spec.vocab_size,
+        max_position_embeddings=spec.max_position_embeddings,
+    )
+
+
+def _kv_part(spec: ModelSpec) -> KvPart:
+    layout = kv_layout(spec)
+    return KvPart(
+        kind="mla-latent" if isinstance(spec.attention, MlaSpec) else "gqa",
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        key_dim=layout.key_dim,
+        value_dim=layout.value_dim,
+        tokens_per_block=KV_BLOCK_TOKENS,
+        bytes_per_token={"fast": layout.bytes_per_token("u8"), "deterministic": layout.bytes_per_token("f32")},
+    )
+
+
+def _tokenizer_part(tokenizer: Tokenizer) -> TokenizerPart:
+    return TokenizerPart(
+        sha256=tokenizer.sha256,
+        chat_template_sha256=tokenizer.chat_template_sha256,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_ids=sorted(tokenizer.eos_token_ids),
+    )
+
+
+def _compile_settings(resolved: dict[str, Precision]) -> dict[Literal["fast", "deterministic"], dict[str, str]]:
+    """OpenVINO properties of the two execution modes. Activations are quantized in the groups of the weights."""
+    groups = [p.group_size for p in resolved.values() if p.dtype == "int4" and p.group_size is not None]
+    shared = {"PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": "1"}
+    return {
+        "fast": {
+            **shared,
+            "KV_CACHE_PRECISION": "u8",
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(min(groups, default=128)),
+        },
+        "deterministic": {
+            **shared,
+            "INFERENCE_PRECISION_HINT": "f32",
+            "KV_CACHE_PRECISION": "f32",
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
+        },
+    }
+
+
+def _bits_per_weight(spec: ModelSpec, resolved: dict[str, Precision]) -> float:
+    shapes = linear_shapes(spec)
+    bits = sum(out * inner * resolved[name].bits_per_weight(inner) for name, (out, inner) in shapes.items())
+    return round(bits / num_linear_parameters(spec), 4)
