@@ -19,6 +19,8 @@ from typing import Literal
 from harness.recipe import Precision, linear_shapes
 from harness.spec import MlaSpec, ModelSpec
 
+GIB = 2**30
+
 RESERVE_FRACTION = 0.12
 """Share of memory kept for activations, compiled code, buffers and fragmentation; 10-15 % is usual."""
 
@@ -211,7 +213,7 @@ class Ledger:
 
 def gib(num_bytes: int) -> str:
     """A size for people, `1.50 GiB`."""
-    return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / GIB:.2f} GiB"
 
 
 def _num_moe_layers(spec: ModelSpec) -> int:

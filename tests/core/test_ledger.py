@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.ledger import (
+    GIB,
     KV_BLOCK_TOKENS,
     KvLayout,
     Ledger,
@@ -24,7 +27,7 @@ from harness.recipe import linear_shapes, preset
 from harness.runtime.executor import TOKENS_PER_BLOCK
 from harness.spec import ModelSpec
 
-KIB, GIB = 2**10, 2**30
+KIB = 2**10
 
 
 def llama(**changes: Any) -> ModelSpec:
@@ -89,6 +92,11 @@ def deepseek_v3() -> ModelSpec:
             "v_head_dim": 128,
         }
     )
+
+
+def test_worked_example_in_the_docs() -> None:
+    guide = Path(__file__).parents[2] / "docs" / "ledger.md"
+    assert doctest.testfile(str(guide), module_relative=False) == (0, 5)
 
 
 def test_worked_example_of_full_attention() -> None:
