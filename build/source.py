@@ -6,28 +6,33 @@ calls them, and hands them out as float32, a slice of rows at a time, so that th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from harness.spec import ModelSpec
+from harness.tokenizer import TokenizerFiles as TokenizerFiles
 
 FloatArray = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenizerFiles:
-    """What an engine needs to turn text into ids and back.
+def safe_name(text: str) -> str:
+    """A model's name as one path component: letters, digits, `.`, `_` and `-`, not hidden, never empty."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip(".-") or "model"
 
-    `tokenizer_json` is the serialized form of the `tokenizers` library. `special_tokens` maps `bos_token`,
-    `eos_token`, `pad_token` (those the model has) to their text.
+
+def row_range(shape: tuple[int, ...], rows: slice | None) -> tuple[int, int]:
+    """First row and one past the last of a slice of the first axis, clipped as Python clips slices.
+
+    Raises:
+        ValueError: the slice has a step, or the tensor has no axis.
     """
-
-    tokenizer_json: bytes
-    chat_template: str | None
-    special_tokens: dict[str, str]
+    if not shape or (rows is not None and rows.step not in (None, 1)):
+        raise ValueError(f"cannot take rows {rows} of shape {shape}: rows are contiguous and along the first axis")
+    start, stop, _ = (rows or slice(None)).indices(shape[0])
+    return start, max(start, stop)
 
 
 class WeightSource(Protocol):
@@ -47,7 +52,7 @@ class WeightSource(Protocol):
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        """`generation_config.json`, or an empty dictionary. `eos_token_id` is an id or a list of ids."""
+        """`generation_config.json`; without one, the token ids that the config names. `eos_token_id`: id or list."""
 
     @property
     def tokenizer(self) -> TokenizerFiles:
