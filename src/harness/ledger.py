@@ -95,6 +95,9 @@ def unquantized_bytes(spec: ModelSpec) -> int:
     if isinstance(a, MlaSpec):
         f32 += spec.num_layers * (a.kv_lora_rank + (a.q_lora_rank or 0))
         f16 += spec.num_layers * a.num_heads * (a.qk_nope_head_dim + a.v_head_dim) * a.kv_lora_rank
+        if a.bias:
+            first = a.q_lora_rank or a.num_heads * a.qk_head_dim
+            f32 += spec.num_layers * (first + a.kv_lora_rank + a.qk_rope_head_dim + spec.hidden_size)
     else:
         f32 += spec.num_layers * (2 * a.head_dim if a.qk_norm else 0)
         f32 += spec.num_layers * ((a.num_heads + 2 * a.num_kv_heads) * a.head_dim if a.qkv_bias else 0)
