@@ -1,0 +1,325 @@
+"""What is computed in each step, for whom, and in which KV blocks.
+
+There is no prefill phase and no decode phase. A step has a budget of tokens; each sequence is given as many as draw its
+computed tokens up to all its tokens, the running ones first and then those that wait, in order of arrival. In-flight
+batching, chunked prefill and the return after a preemption all follow from this one rule.
+
+    add() --> waiting --------- schedule(): the whole of it fits ---------> running -- update(): finished --> gone
+                 ^                                                             |
+                 +--- preempted: blocks released, generated tokens kept -------+
+
+What always holds (`check_integrity` asserts it):
+- Running and then waiting sequences stand in order of arrival. Preemption takes the newest running one back to the head
+  of the queue, so the oldest request advances in every step and there is no livelock.
+- All running sequences but the newest have one token to compute: nobody starts behind a prefill that the budget cut.
+- A prefill is cut on a block boundary only, since 8-bit KV depends on how a block was filled.
+
+Owns the queue, the running sequences and their block tables. Knows no model, no text and no clock.
+
+In-flight batching is from Orca (Yu et al., OSDI 2022), prefill in chunks from Sarathi-Serve (arXiv 2403.02310), block
+tables from PagedAttention (arXiv 2309.06180).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+from harness.errors import OverloadedError, RequestError
+from harness.runtime.backend import BackendStats
+from harness.runtime.block_pool import BlockPool, num_blocks_for
+from harness.runtime.executor import TOKENS_PER_BLOCK, ScheduledSequence, SchedulerOutput
+from harness.runtime.prefix_cache import PrefixCache
+from harness.runtime.request import FinishReason, Request, TokenChunk
+from harness.runtime.sampler import SampledToken
+from harness.runtime.sequence import Sequence
+
+_decisions = logging.getLogger("harness.decisions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of the scheduler.
+
+    `max_model_len` counts prompt and generated tokens of one request; `max_waiting` is the length of the queue.
+
+    Raises:
+        ValueError: a limit is not positive, or the budget cannot hold a token of every running sequence and a block of
+            prefill beside them.
+    """
+
+    max_model_len: int
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 32
+    max_waiting: int = 256
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_model_len", 2), ("max_num_seqs", 1), ("max_waiting", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: {least} or more")
+        least = TOKENS_PER_BLOCK + self.max_num_seqs
+        if self.max_num_batched_tokens < least:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; allowed: {least} or more "
+                f"({TOKENS_PER_BLOCK} for a block + max_num_seqs)"
+            )
+
+
+class Scheduler:
+    """Drives requests through steps: `schedule`, then `update` with what was sampled, and again.
+
+    Args:
+        config: its limits.
+        num_blocks: KV blocks of the executor.
+        vocab_size: token ids are below it.
+        eos_token_ids: end every request that does not ignore them.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, *, num_blocks: int, vocab_size: int, eos_token_ids: Iterable[int] = ()
+    ) -> None:
+        self._config = config
+        self._max_model_len = min(config.max_model_len, num_blocks * TOKENS_PER_BLOCK)
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._pool = BlockPool(num_blocks)
+        self._prefix_cache = PrefixCache(self._pool) if config.prefix_cache else None
+        self._sequences: dict[str, Sequence] = {}  # every living one, in order of arrival
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._num_steps = 0
+        self._num_preemptions = 0
+        self._num_prompt_tokens = 0
+        self._num_prefix_hit_tokens = 0
+        self._num_generated_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is alive; if so, `schedule` gives at least one token to compute."""
+        return bool(self._sequences)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. `max_tokens` is cut to what fits beside the prompt; it then ends with LENGTH.
+
+        Raises:
+            RequestError: the prompt is empty, too long, or names unknown tokens; or the id is taken.
+            OverloadedError: the queue is full.
+        """
+        self._check(request)
+        if len(self._waiting) >= self._config.max_waiting:
+            raise OverloadedError(
+                f"{len(self._waiting)} requests are waiting, the most allowed", "try again after a while"
+            )
+        sampling = request.sampling
+        sequence = Sequence(
+            request,
+            max_tokens=min(sampling.max_tokens, self._max_model_len - len(request.prompt_token_ids)),
+            stop_token_ids={*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)},
+        )
+        self._sequences[request.request_id] = sequence
+        self._waiting.append(sequence)
+
+    def cancel(self, request_id: str) -> TokenChunk | None:
+        """End a request, waiting or running, and release its blocks; None if there is none of that id."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return None
+        self._remove(sequence)
+        return sequence.chunk([], finish_reason=FinishReason.CANCELLED)
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose the tokens of the next step and allocate the blocks they need, preempting where there are too few.
+
+        Computed tokens do not advance before `update`, so a step that failed can be scheduled again.
+        """
+        budget = self._config.max_num_batched_tokens
+        scheduled: list[ScheduledSequence] = []
+        # Preemption shortens the list behind the sequence at hand, so nothing scheduled above is taken back.
+        for sequence in self._running:
+            num_tokens = _num_tokens_within(budget, sequence.num_tokens - sequence.num_computed_tokens)
+            if not self._grow(sequence, num_tokens):
+                break
+            scheduled.append(sequence.part(num_tokens))
+            budget -= num_tokens
+        while (
+            self._waiting
+            and len(self._running) < self._config.max_num_seqs
+            and (not scheduled or scheduled[-1].logit_positions)
+        ):
+            num_tokens = self._admit(self._waiting[0], budget)
+            if num_tokens == 0:
+                break
+            scheduled.append(self._running[-1].part(num_tokens))
+            budget -= num_tokens
+        output = SchedulerOutput(sequences=scheduled)
+        _decisions.debug(
+            "BATCHING tokens=%d sequences=%d waiting=%d",
+            self._config.max_num_batched_tokens - budget,
+            len(scheduled),
+            len(self._waiting),
+        )
+        return output
+
+    def sampled_sequences(self, output: SchedulerOutput) -> list[Sequence]:
+        """The sequences that take a new token from this step, in the order of its rows of logits."""
+        return [self._sequences[part.request_id] for part in output.sequences if part.logit_positions]
+
+    def update(self, output: SchedulerOutput, sampled: Rows[SampledToken | None]) -> list[TokenChunk]:
+        """Account for a completed step: its KV can be found from now on, its tokens are delivered.
+
+        Args:
+            output: what was computed.
+            sampled: one entry for each of `sampled_sequences(output)`; None ends its request with ERROR.
+
+        Returns:
+            A chunk for each sequence that took a token or ended.
+        """
+        rows = iter(sampled)
+        chunks: list[TokenChunk] = []
+        for part in output.sequences:
+            sequence = self._sequences[part.request_id]
+            sequence.num_computed_tokens += len(part.token_ids)
+            if self._prefix_cache is not None:
+                self._prefix_cache.publish(sequence, part.num_computed_tokens // TOKENS_PER_BLOCK)
+            if part.logit_positions:
+                chunks.append(self._deliver(sequence, next(rows)))
+        self._num_steps += 1
+        return chunks
+
+    def stats(self) -> BackendStats:
+        """Current counts. Prompt and hit tokens count when a request is first admitted, not when it comes back."""
+        return BackendStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_blocks=self._pool.num_blocks,
+            num_free_blocks=self._pool.num_free,
+            num_cached_blocks=self._pool.num_published,
+            prefix_query_tokens_total=0 if self._prefix_cache is None else self._num_prompt_tokens,
+            prefix_hit_tokens_total=self._num_prefix_hit_tokens,
+            evictions_total=self._pool.num_evictions,
+            preemptions_total=self._num_preemptions,
+            prompt_tokens_total=self._num_prompt_tokens,
+            generated_tokens_total=self._num_generated_tokens,
+            steps_total=self._num_steps,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert, between two steps, all that is said to hold at the top of this module.
+
+        Raises:
+            AssertionError: one of our own invariants is broken.
+        """
+        assert [*self._running, *self._waiting] == list(self._sequences.values()), "not in order of arrival"
+        assert len(self._running) <= self._config.max_num_seqs
+        self._pool.check_integrity(sequence.block_table for sequence in self._sequences.values())
+        for sequence in self._waiting:
+            assert (sequence.block_table, sequence.num_computed_tokens) == ([], 0), "a waiting sequence holds blocks"
+        for sequence in self._running:
+            num_computed, num_tokens = sequence.num_computed_tokens, sequence.num_tokens
+            assert num_computed < num_tokens <= self._max_model_len
+            assert num_blocks_for(num_computed) <= len(sequence.block_table) <= num_blocks_for(num_tokens)
+            assert num_computed == num_tokens - 1 or (
+                sequence is self._running[-1] and num_computed % TOKENS_PER_BLOCK == 0
+            ), "a prefill was cut inside a block or overtaken"
+
+    def _check(self, request: Request) -> None:
+        prompt = request.prompt_token_ids
+        if request.request_id in self._sequences:
+            raise RequestError(f"request id {request.request_id!r} is in use", code="duplicate_request_id")
+        if not prompt:
+            raise RequestError("the prompt is empty", param="prompt", code="empty_prompt")
+        if len(prompt) >= self._max_model_len:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; prompt and answer together may have {self._max_model_len}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+            unknown = next(token_id for token_id in prompt if not 0 <= token_id < self._vocab_size)
+            raise RequestError(
+                f"token id {unknown} is not in the vocabulary; allowed: 0 to {self._vocab_size - 1}",
+                param="prompt",
+                code="invalid_token_id",
+            )
+
+    def _admit(self, sequence: Sequence, budget: int) -> int:
+        """Move the head of the queue to running if all its tokens fit; returns how many to compute now, or 0."""
+        found = [] if self._prefix_cache is None else self._prefix_cache.find(sequence)
+        num_found_tokens = len(found) * TOKENS_PER_BLOCK
+        num_tokens = _num_tokens_within(budget, sequence.num_tokens - num_found_tokens)
+        num_new = num_blocks_for(sequence.num_tokens) - len(found)
+        num_available = self._pool.num_free - sum(map(self._pool.is_free, found))
+        # One block to grow into is left for each running sequence, else the next to grow would undo the admission.
+        if num_tokens == 0 or num_new + len(self._running) > num_available:
+            return 0
+        self._running.append(self._waiting.popleft())
+        self._pool.acquire(found)
+        sequence.block_table = found
+        sequence.num_computed_tokens = num_found_tokens
+        self._grow(sequence, num_tokens)
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = num_found_tokens
+            self._num_prompt_tokens += sequence.num_tokens
+            self._num_prefix_hit_tokens += num_found_tokens
+        _decisions.debug(
+            "KV_CACHE request=%s hit_tokens=%d of=%d",
+            sequence.request.request_id,
+            num_found_tokens,
+            sequence.num_tokens,
+        )
+        return num_tokens
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Give a running sequence blocks for `num_tokens` more; False if it had to be preempted itself."""
+        num_blocks = num_blocks_for(sequence.num_computed_tokens + num_tokens)
+        while len(sequence.block_table) < num_blocks:
+            if self._pool.num_free:
+                sequence.block_table.append(self._pool.allocate())
+            elif self._preempt_newest() is sequence:
+                return False
+        return True
+
+    def _preempt_newest(self) -> Sequence:
+        sequence = self._running.pop()
+        self._pool.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_computed_tokens = 0
+        self._waiting.appendleft(sequence)
+        self._num_preemptions += 1
+        _decisions.debug("PREEMPT request=%s", sequence.request.request_id)
+        return sequence
+
+    def _deliver(self, sequence: Sequence, sampled: SampledToken | None) -> TokenChunk:
+        if sampled is None:
+            # The KV behind such logits is not to be trusted, so nobody may find it.
+            self._pool.forget(sequence.block_table)
+            self._remove(sequence)
+            error = f"the logits of token {sequence.num_tokens} are not finite"
+            return sequence.chunk([], finish_reason=FinishReason.ERROR, error=error)
+        if sampled.token_id in sequence.stop_token_ids:
+            self._remove(sequence)
+            return sequence.chunk([], finish_reason=FinishReason.STOP)
+        sequence.append(sampled.token_id)
+        self._num_generated_tokens += 1
+        is_full = sequence.num_generated_tokens == sequence.max_tokens
+        if is_full:
+            self._remove(sequence)
+        finish_reason = FinishReason.LENGTH if is_full else None
+        return sequence.chunk([sampled.token_id], logprob=sampled.logprob, finish_reason=finish_reason)
+
+    def _remove(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.request.request_id]
+        if sequence in self._running:
+            self._running.remove(sequence)
+            self._pool.release(sequence.block_table)
+        else:
+            self._waiting.remove(sequence)
+
+
+def _num_tokens_within(budget: int, num_remaining: int) -> int:
+    """Tokens to compute now: all that remain, or else as many whole blocks as the budget holds."""
+    return num_remaining if num_remaining <= budget else budget - budget % TOKENS_PER_BLOCK
