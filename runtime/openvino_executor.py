@@ -57,6 +57,7 @@ class OpenVinoExecutor:
             raise EngineError(f"OpenVINO cannot compile {engine_dir}: {error}", "rebuild the engine") from None
         self._request = self._compiled.create_infer_request()
         self._vocab_size = manifest.model.vocab_size
+        self._kv_memory: list[npt.NDArray[np.uint8]] = []  # OpenVINO's tensors do not keep it alive
         self._num_blocks = self._allocate_kv(kv_cache_bytes)
 
     def _allocate_kv(self, kv_cache_bytes: int) -> int:
@@ -71,6 +72,7 @@ class OpenVinoExecutor:
         for cache, shape, size in zip(caches, block_shapes, sizes, strict=True):
             # zero pages straight from the kernel: no NaN in unused slots, and no memory taken before it is used
             memory = np.frombuffer(mmap.mmap(-1, num_blocks * size), np.uint8)
+            self._kv_memory.append(memory)
             tensor = ov.Tensor(memory, ov.Shape([num_blocks, *shape]), cache.get_element_type())
             self._request.set_tensor(cache.get_any_name(), tensor)
         return num_blocks

@@ -72,7 +72,7 @@ def rope_tables(position_ids: Any, rope: RopeSpec) -> tuple[Any, Any]:
 def apply_rope(x: Any, tables: tuple[Any, Any], dim: int) -> Any:
     """Rotate `(batch, heads, tokens, dim)`; pairs are the two halves."""
     cos, sin = tables
-    first, second = split(x, [dim // 2, dim // 2])
+    first, second = split(x, [dim // 2, dim // 2], axis=3)  # the axis by number: the RoPE fusion looks for it
     rotated = ops.concat([ops.multiply(second, scalar(-1.0)), first], -1)
     return ops.add(ops.multiply(x, cos), ops.multiply(rotated, sin))
 
