@@ -26,7 +26,7 @@ _Floats = npt.NDArray[np.float32]
 _Ids = npt.NDArray[np.int64]
 
 _GREEDY_BELOW = 1e-5  # temperatures under this are greedy; dividing by them would overflow
-_SPAN = 512  # tokens summed as one before a draw looks inside: a cumulative sum of a whole row is slow
+_SPAN = 512  # neighbouring tokens taken as one before looking inside: cumulating or sorting a whole row is slow
 _LOGIT_LIMIT = 1e30  # keeps extreme penalties finite
 
 
@@ -119,7 +119,10 @@ def _largest(values: _Floats, count: int) -> _Ids:
     count = min(count, values.size)
     if count == 0:
         return np.empty(0, dtype=np.int64)
-    floor = np.partition(values, -count)[-count]
+    # `count` spans hold a value no less than their count-th greatest maximum, so nothing below that is wanted. Looking
+    # among the maxima is ten times faster than among all values.
+    maxima = np.maximum.reduceat(values, np.arange(0, values.size, _SPAN))
+    floor = np.partition(maxima if count <= maxima.size else values, -count)[-count]
     return _best_first(values, np.flatnonzero(values >= floor))[:count]
 
 
