@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 import msgspec
@@ -41,10 +41,10 @@ class Backend(Protocol):
     def is_ready(self) -> bool:
         """Whether a request submitted now would be worked on."""
 
-    def submit(self, request: Request) -> AsyncIterator[TokenChunk]:
-        """Queue a request. The iterator ends after the chunk with a `finish_reason`.
+    def submit(self, request: Request) -> AsyncGenerator[TokenChunk, None]:
+        """Queue a request. The generator ends after the chunk with a `finish_reason`.
 
-        Closing the iterator early cancels the request.
+        Closing it early (`aclose`) cancels the request.
 
         Raises (on first iteration):
             RequestError: the prompt is empty, too long, or names unknown token ids.

@@ -1,0 +1,250 @@
+"""What clients may send: OpenAI's chat and text completions, and a few extensions, as pydantic models.
+
+A field is honoured or answered with 400 that names it; nothing is accepted and ignored but `user`, which by definition
+has no effect on the answer, and earlier `reasoning_content`, which DeepSeek's templates leave out of the next prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from harness.errors import RequestError
+from harness.runtime.request import SamplingParams
+
+MAX_BODY_BYTES = 8 << 20
+MAX_MESSAGES = 4096
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_TOP_LOGPROBS = 20
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+
+# OpenAI's fields that are not offered, with the values that ask for nothing.
+_NOT_OFFERED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "n": (1,),
+    "parallel_tool_calls": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def _without_nulls(value: Any) -> Any:
+    # clients send back whole message objects, with null for all that an answer did not have
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+def _encodable(text: str) -> str:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise PydanticCustomError("not_unicode", "half of a surrogate pair is not text") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+
+
+class TextPart(_Strict):
+    """A piece of a message's content. Images and sound are not understood."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ChatMessage(_Strict):
+    """One turn. `developer` is OpenAI's newer name of `system`."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | Annotated[list[TextPart], Field(min_length=1)]
+    reasoning_content: Text | None = None
+
+    def as_template_input(self) -> dict[str, str]:
+        """The message as chat templates know it; text parts are joined."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class StreamOptions(_Strict):
+    """`include_usage`: one more chunk at the end, with the usage and no choices."""
+
+    include_usage: bool = False
+
+
+StopStrings = Annotated[
+    list[Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
+    Field(max_length=MAX_STOP_STRINGS),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
+
+
+class _CompletionFields(_Strict):
+    """What both endpoints share. Ranges are `SamplingParams`' own."""
+
+    model: Text
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: StopStrings = []
+    user: str | None = None
+    # extensions
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[list[int], Field(max_length=64)] = []
+    cache_salt: Annotated[Text, Field(max_length=256)] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_offered(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        fields = _without_nulls(data)
+        for name, neutral in _NOT_OFFERED.items():
+            if name in fields:
+                value = fields.pop(name)
+                # types are compared too: True is not 1
+                if not any(type(value) is type(allowed) and value == allowed for allowed in neutral):
+                    raise PydanticCustomError(
+                        "not_offered", "{name} is not supported by this server", {"name": name, "param": name}
+                    )
+        return fields
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> _CompletionFields:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError(
+                "stream_options", "stream_options is allowed only with stream true", {"param": "stream_options"}
+            )
+        return self
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether the stream ends with a chunk of usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def wanted_tokens(self) -> int | None:
+        """Longest answer asked for, None for as long as fits."""
+        return self.max_tokens
+
+    def wanted_logprobs(self) -> int | None:
+        """Number of alternatives reported beside each token, None for no report."""
+        raise NotImplementedError
+
+    def sampling_params(self, max_tokens: int) -> SamplingParams:
+        """What the engine is told.
+
+        Raises:
+            RequestError: a value is out of range.
+        """
+        try:
+            return SamplingParams(
+                max_tokens=max_tokens,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                min_p=self.min_p,
+                repetition_penalty=self.repetition_penalty,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                seed=self.seed,
+                stop_token_ids=tuple(self.stop_token_ids),
+                ignore_eos=self.ignore_eos,
+                logprobs=self.wanted_logprobs(),
+            )
+        except ValueError as error:
+            message = str(error)
+            raise RequestError(message, param=message.split(" ", 1)[0], code="invalid_value") from None
+
+
+class ChatCompletionRequest(_CompletionFields):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[
+        list[Annotated[ChatMessage, BeforeValidator(_without_nulls)]], Field(min_length=1, max_length=MAX_MESSAGES)
+    ]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError(
+                "top_logprobs", "top_logprobs is allowed only with logprobs true", {"param": "top_logprobs"}
+            )
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise PydanticCustomError(
+                "max_tokens", "max_tokens and max_completion_tokens contradict each other", {"param": "max_tokens"}
+            )
+        return self
+
+    def wanted_tokens(self) -> int | None:
+        """See `_CompletionFields`; `max_completion_tokens` is the newer name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def wanted_logprobs(self) -> int | None:
+        """See `_CompletionFields`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(_CompletionFields):
+    """Body of `POST /v1/completions`. One prompt: a text, its token ids, or a list with one text or one list of ids."""
+
+    prompt: (
+        Text | list[int] | Annotated[list[Text], Field(max_length=1)] | Annotated[list[list[int]], Field(max_length=1)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise PydanticCustomError(
+                "echo", "logprobs of the echoed prompt are not supported: give echo or logprobs", {"param": "logprobs"}
+            )
+        return self
+
+    def only_prompt(self) -> str | list[int]:
+        """The prompt, out of its list if it came in one."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return prompt
+        if prompt and isinstance(prompt[0], (str, list)):
+            return prompt[0]
+        return [token for token in prompt if isinstance(token, int)]
+
+    def wanted_tokens(self) -> int | None:
+        """See `_CompletionFields`."""
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def wanted_logprobs(self) -> int | None:
+        """See `_CompletionFields`."""
+        return self.logprobs

@@ -1,0 +1,130 @@
+"""From token chunks to visible text: characters are kept whole, stop strings cut off, reasoning parted.
+
+One `TextStream` serves one request, streamed or not, so both give the same text. It knows tokens and text, no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from harness.runtime.detokenizer import IncrementalDetokenizer, StopStringMatcher
+from harness.runtime.reasoning import ReasoningSplitter
+from harness.runtime.request import FinishReason, TokenChunk, TokenLogprob
+from harness.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenReport:
+    """A generated token with its log-probability; `text_offset` is where its text begins in the answer."""
+
+    token_id: int
+    logprob: TokenLogprob
+    text_offset: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """What became visible. `num_tokens` counts the tokens it took, visible or not.
+
+    `error` says what went wrong where `finish_reason` is ERROR.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    reports: tuple[TokenReport, ...] = ()
+    num_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @classmethod
+    def join(cls, deltas: Sequence[Delta]) -> Delta:
+        """Successive deltas as one."""
+        return cls(
+            content="".join(delta.content for delta in deltas),
+            reasoning="".join(delta.reasoning for delta in deltas),
+            reports=tuple(report for delta in deltas for report in delta.reports),
+            num_tokens=sum(delta.num_tokens for delta in deltas),
+            finish_reason=deltas[-1].finish_reason,
+            error=deltas[-1].error,
+        )
+
+
+class TextStream:
+    """Follows one request. `num_*` are exact at every moment.
+
+    Args:
+        stop: stop strings; the answer ends before the first that appears.
+        splitter: parts reasoning from content, None where all is content.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str], splitter: ReasoningSplitter | None = None) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._matcher = StopStringMatcher(stop)
+        self._splitter = splitter
+        self._num_decoded_chars = 0
+        self._num_visible_chars = 0
+        self._reports: list[TokenReport] = []
+        self._num_new_tokens = 0
+        self.num_completion_tokens = 0
+        self.num_cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+
+    async def follow(self, chunks: AsyncIterator[TokenChunk]) -> AsyncGenerator[Delta, None]:
+        """Deltas with something to see, the last one with the finish reason. Ends early at a stop string."""
+        async for chunk in chunks:
+            delta = self.push(chunk)
+            if delta is not None:
+                yield delta
+            if self.finish_reason is not None:
+                return
+
+    def push(self, chunk: TokenChunk) -> Delta | None:
+        """Take a chunk; None if nothing became visible by it."""
+        self.num_cached_tokens = max(self.num_cached_tokens, chunk.num_cached_tokens)
+        text = self._decode(chunk)
+        if chunk.finish_reason is not None and not self._matcher.stopped:
+            text += self._matcher.feed(self._detokenizer.flush())
+            text += self._matcher.flush()
+        is_stopped = self._matcher.stopped
+        self.finish_reason = FinishReason.STOP if is_stopped else chunk.finish_reason
+        is_over = self.finish_reason is not None
+        self._num_visible_chars += len(text)
+        reasoning, content = "", text
+        if self._splitter is not None:
+            reasoning, content = self._splitter.push(text, is_last=is_over)
+        reports = self._take_reports(includes_empty=is_over and not is_stopped)
+        if not (content or reasoning or reports or is_over):
+            return None
+        num_tokens, self._num_new_tokens = self._num_new_tokens, 0
+        return Delta(
+            content=content,
+            reasoning=reasoning,
+            reports=reports,
+            num_tokens=num_tokens,
+            finish_reason=self.finish_reason,
+            error=chunk.error,
+        )
+
+    def _decode(self, chunk: TokenChunk) -> str:
+        visible = ""
+        for index, token_id in enumerate(chunk.token_ids):
+            if chunk.logprobs is not None:
+                report = TokenReport(
+                    token_id=token_id, logprob=chunk.logprobs[index], text_offset=self._num_decoded_chars
+                )
+                self._reports.append(report)
+            self.num_completion_tokens += 1
+            self._num_new_tokens += 1
+            text = self._detokenizer.feed((token_id,))
+            self._num_decoded_chars += len(text)
+            visible += self._matcher.feed(text)
+            if self._matcher.stopped:
+                break
+        return visible
+
+    def _take_reports(self, *, includes_empty: bool) -> tuple[TokenReport, ...]:
+        """Reports of tokens whose text has begun to show; at a natural end also of those without any text."""
+        ready = [r for r in self._reports if includes_empty or r.text_offset < self._num_visible_chars]
+        self._reports = self._reports[len(ready) :]
+        return tuple(ready)

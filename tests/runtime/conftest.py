@@ -1,0 +1,282 @@
+"""A scripted backend behind a real HTTP server, with a tokenizer whose tokens are single bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from harness.errors import HarnessError
+from harness.manifest import (
+    CalibrationPart,
+    EngineManifest,
+    FilePart,
+    KvPart,
+    ModelPart,
+    QualityPart,
+    RecipePart,
+    TokenizerPart,
+)
+from harness.runtime.backend import BackendStats
+from harness.runtime.request import FinishReason, Request, TokenChunk, TokenLogprob
+from harness.runtime.server.serve import DrainingServer, listen, uvicorn_config
+from harness.runtime.server.service import CompletionService
+from harness.tokenizer import Tokenizer, TokenizerFiles
+
+MODEL = "scripted"
+MAX_MODEL_LEN = 128
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+Script = Callable[[Request], AsyncIterator[TokenChunk]]
+
+
+def make_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
+    """256 tokens of one byte each, in the order of GPT-2's alphabet, then <bos>, <eos>, <think>, </think>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<bos>", "<eos>"])
+    tokenizer.add_tokens(["<think>", "</think>"])
+    files = TokenizerFiles(
+        tokenizer_json=tokenizer.to_str().encode(),
+        chat_template=chat_template,
+        special_tokens={"bos_token": "<bos>", "eos_token": "<eos>"},
+        add_bos=True,
+    )
+    return Tokenizer(files, {})
+
+
+class ScriptedBackend:
+    """A `Backend` that plays a script for each request and notes what happened to it."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.is_ready = True
+        self.requests: list[Request] = []
+        self.closed_early: list[str] = []
+        self.num_running = 0
+
+    async def start(self) -> None:
+        """Nothing to load."""
+
+    async def submit(self, request: Request) -> AsyncGenerator[TokenChunk, None]:
+        self.requests.append(request)
+        self.num_running += 1
+        is_over = False
+        try:
+            async for chunk in self.script(request):
+                is_over = chunk.finish_reason is not None
+                yield chunk
+        except HarnessError:
+            is_over = True
+            raise
+        finally:
+            self.num_running -= 1
+            if not is_over:
+                self.closed_early.append(request.request_id)
+
+    async def cancel(self, request_id: str) -> None:
+        raise AssertionError("the server cancels by closing")
+
+    async def stats(self) -> BackendStats:
+        return BackendStats(
+            num_running=self.num_running, num_blocks=8, prefix_query_tokens_total=10, prefix_hit_tokens_total=4
+        )
+
+    async def stop(self) -> None:
+        self.is_ready = False
+
+
+@dataclass
+class ScriptedServer:
+    """A running server and what stands behind it."""
+
+    backend: ScriptedBackend
+    service: CompletionService
+    uvicorn_server: DrainingServer
+    client: httpx.Client
+    url: str
+    defaults: dict[str, Any] = field(default_factory=lambda: {"model": MODEL})
+
+    def chat(self, **body: Any) -> httpx.Response:
+        body = {**self.defaults, "messages": [{"role": "user", "content": "Hi"}], **body}
+        return self.client.post("/v1/chat/completions", json=body)
+
+    def complete(self, **body: Any) -> httpx.Response:
+        return self.client.post("/v1/completions", json={**self.defaults, "prompt": "Hi", **body})
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The objects of a stream; checks its form and its end."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    blocks = response.text.split("\n\n")
+    assert blocks.pop() == ""
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
+    datas = [block.removeprefix("data: ") for block in blocks]
+    if datas[-1] == "[DONE]":
+        datas.pop()
+    else:
+        assert "error" in datas[-1]
+    return [json.loads(data) for data in datas]
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Tokenizer:
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def answer(byte_tokenizer: Tokenizer) -> Callable[..., Script]:
+    """Makes a script that answers with a text, byte by byte."""
+
+    def make(
+        text: str | bytes,
+        *,
+        finish: FinishReason = FinishReason.STOP,
+        pause: float = 0.0,
+        num_cached: int = 0,
+        before: float = 0.0,
+        error: str | None = None,
+        logprobs: bool = False,
+    ) -> Script:
+        data = text.encode() if isinstance(text, str) else text
+        byte_ids = {byte_tokenizer.token_bytes(i): i for i in range(256)}
+        ids = [byte_ids[bytes([byte])] for byte in data]
+
+        async def script(request: Request) -> AsyncIterator[TokenChunk]:
+            await asyncio.sleep(before)
+            for token_id in ids:
+                report = [TokenLogprob(logprob=-0.5, top=[(token_id, -0.5), (255, float("-inf"))])]
+                yield TokenChunk(
+                    request_id=request.request_id,
+                    token_ids=[token_id],
+                    num_cached_tokens=num_cached,
+                    logprobs=report if logprobs else None,
+                )
+                await asyncio.sleep(pause)
+            yield TokenChunk(request_id=request.request_id, finish_reason=finish, error=error)
+
+        return script
+
+    return make
+
+
+@contextmanager
+def servers() -> Iterator[Callable[..., ScriptedServer]]:
+    """Starts servers over scripted backends; all end with the block."""
+    started: list[tuple[ScriptedServer, threading.Thread]] = []
+
+    def start(script: Script, *, tokenizer: Tokenizer | None = None, drain: float = 5) -> ScriptedServer:
+        backend = ScriptedBackend(script)
+        service = CompletionService(backend, tokenizer or make_tokenizer(), model=MODEL, max_model_len=MAX_MODEL_LEN)
+        sock = listen("127.0.0.1", 0)
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        server = DrainingServer(uvicorn_config(service), service, drain)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
+        thread.start()
+        running = ScriptedServer(backend, service, server, httpx.Client(base_url=url, timeout=20), url)
+        started.append((running, thread))
+        return running
+
+    yield start
+    for running, thread in started:
+        running.client.close()
+        running.uvicorn_server.should_exit = True
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def scripted_server() -> Iterator[Callable[..., ScriptedServer]]:
+    """Starts servers of one test."""
+    with servers() as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def shared_server(answer: Callable[..., Script]) -> Iterator[ScriptedServer]:
+    """One server for all tests that leave nothing behind; it answers `Hello.`"""
+    with servers() as start:
+        yield start(answer("Hello."))
+
+
+@pytest.fixture
+def plain_server(shared_server: ScriptedServer) -> ScriptedServer:
+    """The shared server, its notes wiped."""
+    shared_server.backend.requests.clear()
+    shared_server.backend.closed_early.clear()
+    return shared_server
+
+
+@pytest.fixture
+def read_events() -> Callable[[httpx.Response], list[dict[str, Any]]]:
+    """Parses a stream."""
+    return events
+
+
+@pytest.fixture
+def tokenizer_with_template() -> Callable[[str | None], Tokenizer]:
+    """Makes a byte tokenizer with another chat template."""
+    return make_tokenizer
+
+
+@pytest.fixture
+def make_manifest() -> Callable[..., EngineManifest]:
+    """Makes manifests of engines that do not exist."""
+
+    def make(
+        *,
+        weight_bytes: int = 1 << 20,
+        kv_bytes_per_token: int = 1024,
+        max_model_len: int = 128,
+        arch: str = "cpu",
+        openvino: str = "1.0",
+    ) -> EngineManifest:
+        digest = "0" * 64
+        return EngineManifest(
+            engine_id="abc",
+            model=ModelPart(
+                name="m",
+                architecture="LlamaForCausalLM",
+                content_hash=digest,
+                num_parameters=1,
+                num_layers=1,
+                vocab_size=260,
+                max_position_embeddings=max_model_len,
+            ),
+            arch=arch,
+            backend="openvino",
+            versions={"openvino": openvino},
+            recipe=RecipePart(name="f16", layers={}, bits_per_weight=16),
+            calibration=CalibrationPart(method="round-to-nearest"),
+            kv=KvPart(
+                kind="gqa",
+                num_layers=1,
+                num_kv_heads=1,
+                key_dim=1,
+                value_dim=1,
+                tokens_per_block=32,
+                bytes_per_token={"fast": kv_bytes_per_token, "deterministic": 4 * kv_bytes_per_token},
+            ),
+            max_model_len=max_model_len,
+            tokenizer=TokenizerPart(sha256=digest, chat_template_sha256=None, bos_token_id=None, eos_token_ids=[]),
+            compile_settings={"fast": {}, "deterministic": {}},
+            quality=QualityPart(verdict="not_run"),
+            files={"model.bin": FilePart(sha256=digest, num_bytes=weight_bytes)},
+        )
+
+    return make

@@ -1,0 +1,323 @@
+"""Requests and answers of the HTTP face, over a scripted backend: shapes, usage, errors, limits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from harness.errors import EngineDeadError, OverloadedError, RequestError
+from harness.runtime.request import FinishReason, Request, TokenChunk
+from harness.runtime.server.service import cache_salt
+
+
+def test_chat_answer_has_openais_shape_and_exact_usage(scripted_server: Any, answer: Any) -> None:
+    server = scripted_server(answer("Hello.", num_cached=3))
+    response = server.chat()
+    body = response.json()
+    assert response.status_code == 200
+    assert body["object"] == "chat.completion"
+    assert body["id"].startswith("chatcmpl-")
+    assert body["model"] == "scripted"
+    message = {"role": "assistant", "content": "Hello."}
+    assert body["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
+    # <bos> + "user:Hi\n" + "assistant:"
+    prompt = 1 + 8 + 10
+    assert len(server.backend.requests[0].prompt_token_ids) == prompt
+    assert body["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": 6,
+        "total_tokens": prompt + 6,
+        "prompt_tokens_details": {"cached_tokens": 3},
+        "prompt_cache_hit_tokens": 3,
+        "prompt_cache_miss_tokens": prompt - 3,
+    }
+
+
+def test_prompt_begins_with_exactly_one_bos(plain_server: Any, byte_tokenizer: Any) -> None:
+    server = plain_server
+    server.chat()
+    server.complete()
+    for request in server.backend.requests:
+        assert request.prompt_token_ids.count(byte_tokenizer.bos_token_id) == 1
+
+
+def test_completion_takes_text_ids_and_lists_of_one(plain_server: Any, byte_tokenizer: Any) -> None:
+    server = plain_server
+    ids = byte_tokenizer.encode("Hi")
+    for prompt in ("Hi", ids, ["Hi"], [ids]):
+        response = server.complete(prompt=prompt)
+        assert response.status_code == 200, response.text
+        assert response.json()["choices"][0]["text"] == "Hello."
+        assert response.json()["object"] == "text_completion"
+    assert [request.prompt_token_ids for request in server.backend.requests] == [ids] * 4
+
+
+def test_echo_puts_the_prompt_before_the_answer(plain_server: Any, byte_tokenizer: Any) -> None:
+    server = plain_server
+    assert server.complete(echo=True).json()["choices"][0]["text"] == "HiHello."
+    ids = byte_tokenizer.encode("Hi")
+    assert server.complete(prompt=ids, echo=True).json()["choices"][0]["text"] == "HiHello."
+
+
+def test_all_sampling_fields_reach_the_engine(plain_server: Any) -> None:
+    server = plain_server
+    fields = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.2,
+        "frequency_penalty": -0.3, "seed": 42, "ignore_eos": True,
+    }  # fmt: skip
+    body = {**fields, "max_tokens": 5, "stop_token_ids": [3, 4], "logprobs": True, "top_logprobs": 2, "user": "u"}
+    assert server.chat(**body).status_code == 200
+    sampling = server.backend.requests[0].sampling
+    assert {name: getattr(sampling, name) for name in fields} == fields
+    assert (sampling.max_tokens, sampling.stop_token_ids, sampling.logprobs) == (5, (3, 4), 2)
+
+
+def test_max_tokens_defaults_and_is_cut_to_the_context(plain_server: Any) -> None:
+    server = plain_server
+    server.chat()
+    server.chat(max_tokens=10_000)
+    server.chat(max_completion_tokens=4)
+    server.complete()
+    chat_room = 128 - 19
+    assert [r.sampling.max_tokens for r in server.backend.requests] == [chat_room, chat_room, 4, 16]
+
+
+def test_values_that_ask_for_nothing_are_accepted(plain_server: Any) -> None:
+    server = plain_server
+    neutral = {
+        "n": 1, "logit_bias": {}, "response_format": {"type": "text"}, "tools": [], "tool_choice": "none",
+        "store": False, "service_tier": "auto", "stop": None, "seed": None, "functions": None,
+    }  # fmt: skip
+    assert server.chat(**neutral).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({"temperature": -1}, "temperature", "invalid_value"),
+        ({"temperature": "hot"}, "temperature", "invalid_value"),
+        ({"temperature": 2.5}, "temperature", "invalid_value"),
+        ({"top_p": 0}, "top_p", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "invalid_value"),
+        ({"n": 2}, "n", "unsupported_field"),
+        ({"n": True}, "n", "unsupported_field"),
+        ({"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_field"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_field"),
+        ({"no_such_field": 1}, "no_such_field", "unknown_field"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+        ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+        ({"stop": ""}, "stop.0", "invalid_value"),
+        ({"stop": ["x"] * 17}, "stop", "invalid_value"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "invalid_value"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "invalid_value"),
+        ({"seed": 2**80}, "seed", None),
+    ],
+)
+def test_bad_fields_are_answered_with_400_that_names_them(
+    plain_server: Any, body: dict[str, Any], param: str | None, code: str | None
+) -> None:
+    server = plain_server
+    response = server.chat(**body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    if param is not None:
+        assert error["param"] == param
+        assert param.split(".")[0] in error["message"]
+    if code is not None:
+        assert error["code"] == code
+    assert server.backend.requests == []
+    assert server.chat().status_code == 200
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], ["a", "b"], [[1], [2]], None, 5, ["a", 1], [[]]])
+def test_prompts_that_are_not_one_prompt_are_refused(plain_server: Any, prompt: Any) -> None:
+    response = plain_server.complete(prompt=prompt)
+    assert response.status_code == 400, response.text
+    assert "prompt" in response.json()["error"]["message"]
+
+
+def test_content_parts_of_text_are_joined_and_others_refused(plain_server: Any, byte_tokenizer: Any) -> None:
+    server = plain_server
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    server.chat(messages=[{"role": "user", "content": parts}])
+    assert "user:ab\n" in byte_tokenizer.decode(server.backend.requests[0].prompt_token_ids)
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    assert server.chat(messages=[{"role": "user", "content": image}]).status_code == 400
+
+
+def test_an_answer_can_be_sent_back_as_it_came(plain_server: Any, byte_tokenizer: Any) -> None:
+    server = plain_server
+    earlier = {
+        "role": "assistant", "content": "A", "reasoning_content": "because", "refusal": None, "tool_calls": None,
+    }  # fmt: skip
+    messages = [{"role": "developer", "content": "D"}, earlier, {"role": "user", "content": "U"}]
+    assert server.chat(messages=messages).status_code == 200
+    prompt = byte_tokenizer.decode(server.backend.requests[0].prompt_token_ids)
+    assert prompt == "system:D\nassistant:A\nuser:U\nassistant:"
+
+
+def test_prompt_over_the_context_is_refused_and_the_next_request_works(plain_server: Any) -> None:
+    server = plain_server
+    response = server.complete(prompt="x" * 500)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert "501" in response.json()["error"]["message"]
+    assert server.complete().status_code == 200
+
+
+def test_no_chat_template_is_the_clients_error(scripted_server: Any, answer: Any, tokenizer_with_template: Any) -> None:
+    response = scripted_server(answer(""), tokenizer=tokenizer_with_template(None)).chat()
+    assert response.status_code == 400
+    assert "/v1/completions" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status"),
+    [
+        ("GET", "/nowhere", b"", 404),
+        ("GET", "/v1/chat/completions", b"", 405),
+        ("POST", "/v1/chat/completions", b"{not json", 400),
+        ("POST", "/v1/chat/completions", b"[1]", 400),
+        ("POST", "/v1/completions", b'{"model": "scripted", "prompt": "\\ud800"}', 400),
+        ("POST", "/v1/chat/completions", b"[" * 100_000, 400),
+        ("POST", "/v1/chat/completions", b'{"messages": "' + b"x" * (9 << 20) + b'"}', 413),
+    ],
+)
+def test_every_error_has_openais_shape(plain_server: Any, method: str, path: str, content: bytes, status: int) -> None:
+    server = plain_server
+    response = server.client.request(method, path, content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code == status, response.text
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert server.chat().status_code == 200
+
+
+def test_unknown_model_is_404(plain_server: Any) -> None:
+    response = plain_server.chat(model="other")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "retries"),
+    [
+        (RequestError("token 9 is unknown", param="prompt"), 400, False),
+        (OverloadedError("the queue is full"), 429, True),
+        (EngineDeadError("the engine died"), 503, True),
+        (RuntimeError("secret detail"), 500, False),
+    ],
+)
+def test_errors_of_the_backend_become_statuses_streamed_or_not(
+    scripted_server: Any, error: Exception, status: int, retries: bool, stream: bool
+) -> None:
+    async def script(request: Request) -> AsyncIterator[TokenChunk]:
+        await asyncio.sleep(0)
+        raise error
+        yield
+
+    response = scripted_server(script).chat(stream=stream)
+    assert response.status_code == status
+    assert ("retry-after" in response.headers) == retries
+    assert "secret" not in response.text
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_dies_before_the_first_token_is_503(scripted_server: Any, answer: Any, stream: bool) -> None:
+    server = scripted_server(answer("", finish=FinishReason.ERROR, error="out of memory"))
+    response = server.chat(stream=stream)
+    assert response.status_code == 503
+    assert "out of memory" in response.json()["error"]["message"]
+
+
+def test_chat_logprobs_have_bytes_for_tokens_that_are_no_text(scripted_server: Any, answer: Any) -> None:
+    server = scripted_server(answer("é", logprobs=True))
+    content = server.chat(logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in content] == [[0xC3], [0xA9]]
+    assert content[0]["logprob"] == -0.5
+    assert content[0]["top_logprobs"][0]["bytes"] == [0xC3]
+    assert content[0]["top_logprobs"][1]["logprob"] == -9999.0
+
+
+def test_completion_logprobs_count_characters(scripted_server: Any, answer: Any) -> None:
+    server = scripted_server(answer("éa", logprobs=True))
+    logprobs = server.complete(logprobs=2).json()["choices"][0]["logprobs"]
+    assert logprobs["text_offset"] == [0, 0, 1]
+    assert logprobs["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "a"]
+    assert logprobs["bytes"] == [[0xC3], [0xA9], [0x61]]
+    assert logprobs["token_logprobs"] == [-0.5] * 3
+    assert set(logprobs["top_logprobs"][2]) >= {"a"}
+
+
+def test_salt_is_derived_from_credential_and_wish() -> None:
+    assert cache_salt("", "") == ""
+    salts = [cache_salt("a", ""), cache_salt("", "a"), cache_salt("a", "b"), cache_salt("ab", ""), cache_salt("b", "a")]
+    assert len(set(salts)) == len(salts)
+    assert cache_salt("a", "b") == cache_salt("a", "b")
+
+
+def test_tenants_get_different_salts(plain_server: Any) -> None:
+    server = plain_server
+    for key, salt in (("A", ""), ("A", ""), ("B", ""), ("A", "x")):
+        body = {"model": "scripted", "prompt": "Hi", "cache_salt": salt}
+        server.client.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+    first, second, third, fourth = (request.cache_salt for request in server.backend.requests)
+    assert first == second
+    assert len({first, third, fourth}) == 3
+    assert "A" not in first
+
+
+def test_models_health_ready_cache_stats(plain_server: Any) -> None:
+    server = plain_server
+    model = server.client.get("/v1/models").json()["data"][0]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("scripted", "model", 128)
+    assert server.client.get("/health").status_code == 200
+    assert server.client.get("/ready").status_code == 200
+    stats = server.client.get("/cache/stats").json()
+    assert (stats["prefix_hit_tokens"], stats["prefix_query_tokens"], stats["prefix_hit_rate"]) == (4, 10, 0.4)
+    server.backend.is_ready = False
+    assert server.client.get("/health").status_code == 200
+    assert server.client.get("/ready").status_code == 503
+
+
+def test_metrics_count_requests_tokens_and_errors(scripted_server: Any, answer: Any) -> None:
+    server = scripted_server(answer("Hello.", num_cached=3))
+    server.chat()
+    server.chat(stream=True)
+    server.chat(temperature=-1)
+    lines = dict(
+        line.rsplit(" ", 1) for line in server.client.get("/metrics").text.splitlines() if not line.startswith("#")
+    )
+    assert all(name.startswith("harness_") for name in lines)
+    chat = 'endpoint="/v1/chat/completions"'
+    finished = f'harness_requests_total{{{chat},finish_reason="stop",model="scripted",status="200"}}'
+    assert lines[finished] == "2.0"
+    assert lines['harness_errors_total{code="invalid_value",model="scripted"}'] == "1.0"
+    for name, value in {"prompt_tokens": 38, "cached_prompt_tokens": 6, "generated_tokens": 12}.items():
+        assert float(lines[f'harness_{name}_total{{{chat},model="scripted"}}']) == value
+    for name in ("ttft", "tpot", "e2e"):
+        assert lines[f'harness_{name}_seconds_count{{{chat},model="scripted"}}'] == "2.0"
+    assert lines['harness_kv_blocks{model="scripted"}'] == "8.0"
+    assert lines['harness_engine_up{model="scripted"}'] == "1.0"
+    assert lines['harness_active_requests{model="scripted"}'] == "0.0"
+    assert lines['harness_prefix_hit_tokens_total{model="scripted"}'] == "4.0"
+
+
+def test_unknown_paths_do_not_become_labels(plain_server: Any) -> None:
+    server = plain_server
+    server.client.get("/some/secret")
+    assert "secret" not in server.client.get("/metrics").text
+
+
+def test_openapi_describes_the_bodies(plain_server: Any) -> None:
+    described: Callable[..., Any] = plain_server.client.get("/openapi.json").json
+    assert "ChatCompletionRequest" in described()["components"]["schemas"]
