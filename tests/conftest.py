@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from harness.build.cpu_engine import build_cpu_engine
+from harness.build.open_source import open_source
+from harness.recipe import preset
+from harness.tokenizer import TokenizerFiles
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +40,54 @@ def _present(path: Path) -> Path:
     if not path.is_file():
         pytest.fail(f"{path} is missing: run scripts/test, which fetches the weights of the tests")
     return path
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[..., TokenizerFiles]:
+    """Builds a byte-level tokenizer of 256 bytes (but those `without`) and a few added tokens, without merges."""
+
+    def make(
+        *,
+        chat_template: str | None = None,
+        bos: str | None = "<bos>",
+        add_bos: bool | None = None,
+        post_processor_adds_bos: bool = False,
+        special: tuple[str, ...] = ("<bos>", "<eos>", "<user>"),
+        plain: tuple[str, ...] = (),
+        without: str = "",
+    ) -> TokenizerFiles:
+        vocab = {symbol: i for i, symbol in enumerate(sorted({*pre_tokenizers.ByteLevel.alphabet()} - {*without}))}
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in special])
+        tokenizer.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in plain])
+        if post_processor_adds_bos:
+            pair = ("<bos>", tokenizer.token_to_id("<bos>"))
+            tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[pair])
+        tokens = {"bos_token": bos} if bos else {}
+        return TokenizerFiles(
+            tokenizer_json=tokenizer.to_str().encode(),
+            chat_template=chat_template,
+            special_tokens=tokens | {"eos_token": "<eos>"},
+            add_bos=add_bos,
+        )
+
+    return make
+
+
+def _build(smollm2_path: Path, out: Path, precision: str) -> Path:
+    source = open_source(str(smollm2_path))
+    return build_cpu_engine(source, preset(precision, source.spec), engines_dir=out.parent, out=out).engine_dir
+
+
+@pytest.fixture(scope="session")
+def smollm2_engine(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M built for `cpu` in int8."""
+    return _build(smollm2_path, tmp_path_factory.mktemp("engines") / "int8", "int8")
+
+
+@pytest.fixture(scope="session")
+def smollm2_f16_engine(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M built for `cpu` in f16."""
+    return _build(smollm2_path, tmp_path_factory.mktemp("engines") / "f16", "f16")
