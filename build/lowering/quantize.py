@@ -63,7 +63,7 @@ def quantize_rows(weight: npt.NDArray[np.float32], precision: Precision) -> Quan
     )
 
 
-def _f16_scale(scale: npt.NDArray[np.float32]) -> npt.NDArray[np.float16]:
+def _f16_scale(scale: npt.NDArray[np.floating]) -> npt.NDArray[np.float16]:
     # an all-zero group would divide by zero; a scale past f16 would be infinite
     if scale.max(initial=0) > np.finfo(np.float16).max:
         raise BuildError("a quantization scale is too large for half precision", "check the weights")
