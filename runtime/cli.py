@@ -111,7 +111,7 @@ def server(
     served_model_name: Annotated[
         str | None, typer.Option(help="Name that requests must give as model. Default: the name in the engine.")
     ] = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
+    log_level: Annotated[str, typer.Option(help="debug (a line for each decision), info, warning or error.")] = "info",
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests get to finish after Ctrl-C or SIGTERM.")
     ] = 30.0,
@@ -232,6 +232,8 @@ def _set_up_logging(level: str) -> None:
     if level not in _LOG_LEVELS:
         raise UsageError(f"--log-level is {level!r}", f"allowed: {', '.join(_LOG_LEVELS)}")
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if level == "info":  # what uvicorn says of its own start and end repeats ours
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ class DrainingServer(uvicorn.Server):
         if self._drain_deadline is None:
             self._drain_deadline = time.monotonic() + self._drain_timeout_s
             self._service.is_draining = True
-            logger.warning("draining %d requests; once more to stop at once", self._service.num_active)
+            logger.info("draining %d requests; once more to stop at once", self._service.num_active)
         else:
             self._drain_deadline = 0.0
 
@@ -112,7 +112,7 @@ async def serve(sock: socket.socket, backend: Backend, service: CompletionServic
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            logger.warning("ready: engine loaded in %.1f s", time.monotonic() - started)
+            logger.info("ready: engine loaded in %.1f s", time.monotonic() - started)
             await serving
     finally:
         server.should_exit = True

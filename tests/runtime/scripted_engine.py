@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -49,6 +50,11 @@ def load(config: ResolvedConfig) -> EngineCore:
         os._exit(3)
     if behaviour == "hangs":
         time.sleep(600)
+    if behaviour.startswith("second-fails="):
+        tally = Path(behaviour.partition("=")[2])
+        tally.write_text(tally.read_text() + "|" if tally.exists() else "|")
+        if tally.read_text() == "||":
+            raise CapacityError("no room this time")
     executor = Counting()
     warm_up(executor)
     assert executor.num_steps == 2

@@ -157,6 +157,24 @@ def test_a_killed_engine_is_reported_and_replaced() -> None:
     asyncio.run(main())
 
 
+def test_a_restart_that_fails_is_tried_again_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        backend = backend_of(f"second-fails={tmp_path / 'tally'}")
+        await backend.start()
+        assert backend.engine_pid is not None
+        died = time.monotonic()
+        os.kill(backend.engine_pid, signal.SIGKILL)
+        await eventually(lambda: backend.num_restarts == 1)
+        # half a second before the first try, one second before the next
+        assert time.monotonic() - died > 1.5
+        assert (await collect(backend, request("after", [7])))[0] == [8, 9, 10, 11, 12]
+        await backend.stop()
+
+    asyncio.run(main())
+    assert (tmp_path / "tally").read_text() == "|||"
+    assert "no room this time" in caplog.text
+
+
 def test_a_step_that_fails_ends_the_process_not_the_server() -> None:
     async def main() -> None:
         async with running() as backend:
