@@ -1,0 +1,335 @@
+"""The engine on a real model: what batching, caching, chunking and preemption may change.
+
+In deterministic mode nothing, to the last bit of the logits. In fast mode a little, and how much is bounded here by
+what was measured (see docs/modes.md).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import transformers
+
+from harness.build.open_source import open_source
+from harness.manifest import read_manifest
+from harness.runtime.engine_core import EngineCore
+from harness.runtime.executor import SchedulerOutput, StepOutput
+from harness.runtime.openvino_executor import OpenVinoExecutor
+from harness.runtime.request import FinishReason, Request, SamplingParams
+from harness.runtime.scheduler import SchedulerConfig
+from harness.tokenizer import Tokenizer
+
+Logits = npt.NDArray[np.float32]
+
+_QUESTIONS = [
+    "What is the capital of France?",
+    "Write a Python function that reverses a string, and explain every line of it to a beginner.",
+    "List three colours.",
+    "为什么天空是蓝色的？请用一句话回答。",
+]
+_SYSTEM = (
+    "You are a careful assistant for a small library. Answer in plain words, never invent a title or a date, say so "
+    "when you do not know, and keep every answer under fifty words unless the visitor asks for more detail than that."
+)
+
+
+class RecordingExecutor:
+    """An executor that keeps a copy of the logits it gave, by request and position."""
+
+    def __init__(self, inner: OpenVinoExecutor, num_blocks: int | None = None) -> None:
+        self._inner = inner
+        self.num_blocks = num_blocks or inner.num_blocks
+        self.vocab_size = inner.vocab_size
+        self.rows: dict[tuple[str, int], Logits] = {}
+        self.num_cached = 0
+
+    def execute(self, scheduled: SchedulerOutput) -> StepOutput:
+        output = self._inner.execute(scheduled)
+        row = 0
+        for sequence in scheduled.sequences:
+            for offset in sequence.logit_positions:
+                position = sequence.num_computed_tokens + offset
+                self.rows[sequence.request_id, position] = output.logits[row].copy()
+                row += 1
+        return output
+
+
+@dataclass
+class Outcome:
+    """What a run of requests gave: tokens and logits, by request."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)
+    logits: dict[tuple[str, int], Logits] = field(default_factory=dict)
+    preemptions: int = 0
+
+
+def _run(
+    executor: OpenVinoExecutor, requests: list[Request], *, num_blocks: int | None = None, **limits: int
+) -> Outcome:
+    recording = RecordingExecutor(executor, num_blocks)
+    core = EngineCore(recording, SchedulerConfig(max_model_len=1024, **limits))
+    outcome = Outcome(logits=recording.rows)
+    for request in requests:
+        core.add_request(request)
+        outcome.tokens[request.request_id] = []
+    while core.has_work:
+        for chunk in core.step():
+            outcome.tokens[chunk.request_id] += chunk.token_ids
+            outcome.cached[chunk.request_id] = chunk.num_cached_tokens
+        core.check_integrity()
+    outcome.preemptions = core.stats().preemptions_total
+    return outcome
+
+
+def _largest_difference(a: Outcome, b: Outcome) -> float:
+    shared = a.logits.keys() & b.logits.keys()
+    assert shared
+    return max(float(np.abs(a.logits[key] - b.logits[key]).max()) for key in shared)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_engine: Path) -> Tokenizer:
+    return Tokenizer.from_dir(smollm2_engine)
+
+
+@pytest.fixture(scope="module")
+def exact(smollm2_engine: Path) -> OpenVinoExecutor:
+    return _executor(smollm2_engine, deterministic=True)
+
+
+@pytest.fixture(scope="module")
+def fast(smollm2_engine: Path) -> OpenVinoExecutor:
+    return _executor(smollm2_engine, deterministic=False)
+
+
+def _executor(engine_dir: Path, *, deterministic: bool) -> OpenVinoExecutor:
+    return OpenVinoExecutor(
+        engine_dir, read_manifest(engine_dir), deterministic=deterministic, kv_cache_bytes=256 << 20, num_threads=2
+    )
+
+
+@pytest.fixture(scope="module")
+def requests(tokenizer: Tokenizer) -> list[Request]:
+    made = []
+    for number, question in enumerate(_QUESTIONS * 2):
+        messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": question}]
+        sampled = SamplingParams(max_tokens=16 + number, temperature=0.0 if number % 2 else 0.8, seed=number)
+        ids = tokenizer.encode_chat(messages)
+        # salts keep the requests of one run from sharing blocks, where sharing is not what is tested
+        made.append(Request(request_id=str(number), prompt_token_ids=ids, sampling=sampled, cache_salt=str(number)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(exact: OpenVinoExecutor, requests: list[Request]) -> Outcome:
+    """Every request in an engine of its own: the reference."""
+    together = Outcome()
+    for request in requests:
+        outcome = _run(exact, [request])
+        together.tokens |= outcome.tokens
+        together.logits |= outcome.logits
+    return together
+
+
+def _same(reference: Outcome, seen: Outcome) -> bool:
+    return reference.tokens == seen.tokens and _largest_difference(reference, seen) == 0.0
+
+
+def test_batched_equals_single(exact: OpenVinoExecutor, requests: list[Request], alone: Outcome) -> None:
+    assert _same(alone, _run(exact, requests))
+
+
+def test_chunked_equals_whole(exact: OpenVinoExecutor, requests: list[Request], alone: Outcome) -> None:
+    assert _same(alone, _run(exact, requests, max_num_batched_tokens=64, max_num_seqs=12))
+
+
+def test_cached_equals_cold(
+    exact: OpenVinoExecutor, requests: list[Request], alone: Outcome, tokenizer: Tokenizer
+) -> None:
+    shared = [
+        Request(request_id=r.request_id, prompt_token_ids=r.prompt_token_ids, sampling=r.sampling) for r in requests
+    ]
+    # one after the other in one engine: blocks can be found once the step that computed them is over
+    seen = _run(exact, shared, max_num_seqs=1)
+    assert _same(alone, seen)
+    prefix = 0
+    while shared[0].prompt_token_ids[prefix] == shared[1].prompt_token_ids[prefix]:
+        prefix += 1
+    # every request behind the first found the whole blocks of the system prompt, and nothing past them
+    assert prefix // 32 * 32 > 0
+    assert seen.cached["0"] == 0
+    assert seen.cached["1"] == seen.cached["2"] == prefix // 32 * 32
+    # the second time the whole prompt is there, but for the last block, which must give logits
+    assert seen.cached["4"] == (len(shared[0].prompt_token_ids) - 1) // 32 * 32
+
+
+def test_answers_in_the_cache_equal_answers_computed_again(exact: OpenVinoExecutor, tokenizer: Tokenizer) -> None:
+    """A second turn finds the first turn's answer, whose keys and values were computed token by token."""
+    greedy = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True)
+    first = Request(request_id="1", prompt_token_ids=tokenizer.encode(_QUESTIONS[0]), sampling=greedy)
+    recording = RecordingExecutor(exact)
+    core = EngineCore(recording, SchedulerConfig(max_model_len=1024))
+    answer = _drain(core, first)
+    second = Request(
+        request_id="2", prompt_token_ids=[*first.prompt_token_ids, *answer.tokens["1"], 198], sampling=greedy
+    )
+    warm = _drain(core, second)
+    cold = _run(exact, [second])
+    assert warm.cached["2"] >= 64
+    assert cold.cached["2"] == 0
+    warm.logits = recording.rows
+    assert _same(cold, warm)
+
+
+def _drain(core: EngineCore, request: Request) -> Outcome:
+    outcome = Outcome(tokens={request.request_id: []})
+    core.add_request(request)
+    while core.has_work:
+        for chunk in core.step():
+            outcome.tokens[chunk.request_id] += chunk.token_ids
+            outcome.cached[chunk.request_id] = chunk.num_cached_tokens
+    return outcome
+
+
+def test_preempted_equals_undisturbed(exact: OpenVinoExecutor, tokenizer: Tokenizer) -> None:
+    growing = [
+        Request(
+            request_id=str(number),
+            prompt_token_ids=tokenizer.encode(question),
+            sampling=SamplingParams(max_tokens=90, temperature=0.7, seed=number, ignore_eos=True),
+        )
+        for number, question in enumerate(_QUESTIONS)
+    ]
+    undisturbed = _run(exact, growing)
+    preempted = _run(exact, growing, num_blocks=8)
+    assert undisturbed.preemptions == 0
+    assert preempted.preemptions > 0
+    assert _same(undisturbed, preempted)
+
+
+def test_fast_mode_moves_logits_within_the_stated_bound(
+    fast: OpenVinoExecutor, requests: list[Request], exact: OpenVinoExecutor
+) -> None:
+    forced = [r for r in requests if r.sampling.temperature == 0.0]
+    single = Outcome()
+    for request in forced:
+        single.logits |= _run(fast, [request]).logits
+    first = {key: row for key, row in single.logits.items() if key[1] == len(_by_id(forced, key[0])) - 1}
+    for limits in ({}, {"max_num_batched_tokens": 64, "max_num_seqs": 12}):
+        seen = _run(fast, forced, **limits)
+        # the logits of the prompt's last token: both runs have seen the same tokens
+        moved = max(float(np.abs(row - seen.logits[key]).max()) for key, row in first.items())
+        assert moved < 1.5
+    exact_rows = _run(exact, forced).logits
+    cosine = [
+        float(np.dot(row, exact_rows[k]) / np.linalg.norm(row) / np.linalg.norm(exact_rows[k]))
+        for k, row in first.items()
+    ]
+    assert min(cosine) > 0.99
+
+
+def _by_id(requests: list[Request], request_id: str) -> list[int]:
+    return next(r.prompt_token_ids for r in requests if r.request_id == request_id)
+
+
+def test_a_random_day_leaks_no_block(exact: OpenVinoExecutor) -> None:
+    """Requests of all lengths come, share prefixes, are cancelled and preempted, on the real executor."""
+    rng = random.Random(0)
+    prefixes = [[rng.randrange(10, 40000) for _ in range(length)] for length in (40, 100)]
+    core = EngineCore(
+        RecordingExecutor(exact, num_blocks=12),
+        SchedulerConfig(max_model_len=256, max_num_batched_tokens=96, max_num_seqs=6),
+    )
+    running: list[str] = []
+    finished = dict.fromkeys(FinishReason, 0)
+    for turn in range(220):
+        if turn < 200 and rng.random() < 0.25:
+            prompt = rng.choice([*prefixes, []]) + [rng.randrange(10, 40000) for _ in range(rng.randint(1, 50))]
+            core.add_request(
+                Request(
+                    request_id=str(turn),
+                    prompt_token_ids=prompt,
+                    sampling=SamplingParams(max_tokens=rng.randint(1, 90), seed=turn, logprobs=rng.choice([None, 2])),
+                    cache_salt=rng.choice(["", "tenant"]),
+                )
+            )
+            running.append(str(turn))
+        if running and rng.random() < 0.1 and core.cancel(running.pop(rng.randrange(len(running)))):
+            finished[FinishReason.CANCELLED] += 1
+        for chunk in core.step():
+            if chunk.finish_reason is not None:
+                finished[chunk.finish_reason] += 1
+        core.check_integrity()
+    while core.has_work:
+        for chunk in core.step():
+            if chunk.finish_reason is not None:
+                finished[chunk.finish_reason] += 1
+        core.check_integrity()
+    stats = core.stats()
+    assert stats.num_free_blocks == stats.num_blocks == 12
+    assert stats.preemptions_total > 0
+    assert stats.evictions_total > 0
+    assert stats.prefix_hit_tokens_total > 0
+    assert finished[FinishReason.CANCELLED] > 0
+    assert finished[FinishReason.LENGTH] > 0
+    assert finished[FinishReason.ERROR] == 0
+
+
+_PROMPTS = [
+    "The history of the printing press begins",
+    "Once upon a time, in a small village by the sea,",
+    "Water boils at one hundred degrees because",
+    "The three most important rules of chess are",
+    "Dear Sir or Madam, I am writing to",
+    "In physics, momentum is",
+    "The recipe calls for flour, sugar and",
+    "def fibonacci(n):\n",
+    "import json\n\ndef load(path):\n    ",
+    "for i in range(10):\n    print(",
+    "SELECT name, age FROM users WHERE ",
+    "class Stack:\n    def __init__(self):\n",
+    "#include <stdio.h>\n\nint main(void) {\n",
+    "const add = (a, b) => ",
+    "中国的首都是",
+    "今天天气很好，我们",
+    "人工智能是计算机科学的一个分支，",
+    "从前有一座山，山里",
+    "学习编程最重要的是",
+    "春天来了，",
+]
+
+
+def test_greedy_text_equals_that_of_transformers(
+    smollm2_f16_engine: Path, smollm2_path: Path, tokenizer: Tokenizer
+) -> None:
+    """20 prompts of 64 tokens in three languages: every token is the argmax of transformers' logits before it."""
+    source = open_source(str(smollm2_path))
+    config = transformers.LlamaConfig(**source.config)
+    model = transformers.LlamaForCausalLM(config).eval()
+    state = {name: torch.from_numpy(source.read(name)) for name in source.names()}
+    # the engine's matrices are half precision, norms are not
+    state = {name: values.half().float() if values.ndim > 1 else values for name, values in state.items()}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert missing in ([], ["lm_head.weight"])
+    assert not unexpected
+    model.tie_weights()
+    greedy = SamplingParams(max_tokens=64, temperature=0.0)
+    requests = [
+        Request(request_id=str(n), prompt_token_ids=tokenizer.encode(prompt), sampling=greedy)
+        for n, prompt in enumerate(_PROMPTS)
+    ]
+    outcome = _run(_executor(smollm2_f16_engine, deterministic=True), requests)
+    for request in requests:
+        generated = outcome.tokens[request.request_id]
+        assert len(generated) == 64
+        ids = torch.tensor([request.prompt_token_ids + generated])
+        with torch.no_grad():
+            predicted = model(ids).logits[0].argmax(dim=-1).tolist()
+        assert predicted[len(request.prompt_token_ids) - 1 : -1] == generated
