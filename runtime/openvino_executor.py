@@ -8,8 +8,7 @@ ids and blocks out of range silently, so they are checked here. Keys and values 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ import openvino as ov
 
 from harness.errors import CapacityError, EngineError
 from harness.manifest import EngineManifest
-from harness.runtime.executor import TOKENS_PER_BLOCK, ScheduledSequence, SchedulerOutput, StepOutput
+from harness.runtime.exact import ExactSteps, find_row_window
+from harness.runtime.executor import ScheduledSequence, SchedulerOutput, StepOutput
 from harness.runtime.paged_graph import LOGIT_INDICES, to_paged
 
 
@@ -61,8 +61,9 @@ class OpenVinoExecutor:
         self._vocab_size = manifest.model.vocab_size
         self._kv_memory: list[npt.NDArray[np.uint8]] = []  # OpenVINO's tensors do not keep it alive
         self._num_blocks = self._allocate_kv(kv_cache_bytes)
-        # which token's keys and values each slot holds; exact mode alone needs to know
-        self._slot_tokens = np.zeros((self._num_blocks, TOKENS_PER_BLOCK), np.int64) if deterministic else None
+        self._exact: ExactSteps | None = None
+        if deterministic:
+            self._exact = ExactSteps(self._num_blocks, find_row_window(self._compute, self._vocab_size))
 
     def _allocate_kv(self, kv_cache_bytes: int) -> int:
         caches = [i for i in self._compiled.inputs if i.get_any_name().startswith(("key_cache.", "value_cache."))]
@@ -100,57 +101,36 @@ class OpenVinoExecutor:
         """Compute one step and write its KV into the blocks named; see `Executor.execute`."""
         _check_range("token id", (t for s in scheduled.sequences for t in s.token_ids), self._vocab_size)
         _check_range("KV block", (b for s in scheduled.sequences for b in s.block_table), self._num_blocks)
-        sequences = scheduled.sequences
-        if self._slot_tokens is not None:
-            sequences = [_two_rows(s, self._slot_tokens) for s in sequences]
-        tokens = np.array([t for s in sequences for t in s.token_ids], np.int64)
-        blocks = np.array([b for s in sequences for b in s.block_table], np.int32)
+        if self._exact is None:
+            return StepOutput(logits=self._compute(scheduled.sequences))
+        rows = [self._compute(call).copy() for call in self._exact.calls(scheduled.sequences)]
+        return StepOutput(logits=np.concatenate(rows))
+
+    def _compute(self, sequences: Sequence[ScheduledSequence]) -> npt.NDArray[np.float32]:
+        """One call of the model; logits `(num_logit_positions, vocab_size)`, overwritten by the next call."""
         lengths = [len(s.token_ids) for s in sequences]
         starts = [0, *accumulate(lengths)]
         pasts = [s.num_computed_tokens for s in sequences]
-        positions = np.concatenate([np.arange(p, p + n, dtype=np.int64) for p, n in zip(pasts, lengths, strict=True)])
+        positions = [np.arange(p, p + n, dtype=np.int64) for p, n in zip(pasts, lengths, strict=True)]
         indices = [start + p for start, s in zip(starts, sequences, strict=False) for p in s.logit_positions]
         num_logits = len(indices)
-        if self._slot_tokens is not None and num_logits == 1:
-            indices = indices * 2  # for the same reason as in _two_rows
-        self._set("input_ids", tokens)
-        self._set("position_ids", positions)
+        if self._exact is not None:
+            indices = self._exact.fill_logit_rows(indices)
+        self._set("input_ids", np.array([t for s in sequences for t in s.token_ids], np.int64))
+        self._set("position_ids", np.concatenate(positions))
         self._set("past_lens", np.array(pasts, np.int32))
         self._set("subsequence_begins", np.array(starts, np.int32))
-        self._set("block_indices", blocks)
-        self._set("block_indices_begins", np.array([0, *accumulate(len(s.block_table) for s in sequences)], np.int32))
-        self._set("max_context_len", np.array(max(p + n for p, n in zip(pasts, lengths, strict=True)), np.int32))
+        self._set("block_indices", np.array([b for s in sequences for b in s.block_table], np.int32))
+        table_ends = accumulate(len(s.block_table) for s in sequences)
+        self._set("block_indices_begins", np.array([0, *table_ends], np.int32))
+        self._set("max_context_len", np.array(max(map(sum, zip(pasts, lengths, strict=True))), np.int32))
         self._set(LOGIT_INDICES, np.array(indices, np.int64))
         self._request.infer()
         logits: npt.NDArray[np.float32] = self._request.get_tensor("logits").data
-        return StepOutput(logits=logits.reshape(len(indices), self._vocab_size)[:num_logits])
+        return logits.reshape(len(indices), self._vocab_size)[:num_logits]
 
     def _set(self, name: str, values: npt.NDArray[Any]) -> None:
         self._request.set_tensor(name, ov.Tensor(values))
-
-
-def _two_rows(sequence: ScheduledSequence, slot_tokens: npt.NDArray[np.int64]) -> ScheduledSequence:
-    """Exact mode: a sequence of at least two rows, so that no kernel for a single row is chosen.
-
-    One query row, and a matrix of one row, take kernels that sum in another order than those for many. A lone token is
-    computed again together with the one before it, whose keys and values come out as they are; a first token, which has
-    none before it, with a token behind it that the next step overwrites.
-    """
-    start, table = sequence.num_computed_tokens, np.array(sequence.block_table)
-    positions = np.arange(start, start + len(sequence.token_ids))
-    slot_tokens[table[positions // TOKENS_PER_BLOCK], positions % TOKENS_PER_BLOCK] = sequence.token_ids
-    if len(sequence.token_ids) > 1:
-        return sequence
-    if start == 0:
-        return replace(sequence, token_ids=sequence.token_ids * 2)
-    before = start - 1
-    token = int(slot_tokens[table[before // TOKENS_PER_BLOCK], before % TOKENS_PER_BLOCK])
-    return replace(
-        sequence,
-        token_ids=[token, *sequence.token_ids],
-        num_computed_tokens=before,
-        logit_positions=[p + 1 for p in sequence.logit_positions],
-    )
 
 
 def _check_range(what: str, values: Iterable[int], size: int) -> None:

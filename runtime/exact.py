@@ -1,0 +1,142 @@
+"""How deterministic mode computes a step, so that a token's logits do not depend on what is computed beside it.
+
+f32 everywhere is not enough: matrix kernels are chosen by the number of rows, and each kernel sums in an order of its
+own; attention for one query row is another kernel than for many. So every call of the model stays inside a window of
+row counts that was found to give equal bits on this machine, and no sequence has a single row in a call. A step of more
+rows becomes several calls, one of fewer rows is filled up with copies, whose writes are the same bytes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.errors import EngineError
+from harness.runtime.executor import TOKENS_PER_BLOCK, ScheduledSequence
+
+Logits = npt.NDArray[np.float32]
+Compute = Callable[[list[ScheduledSequence]], Logits]
+
+_REFERENCE_ROWS = 16
+_MORE_ROWS = (17, 24, 32, 33, 48, 64)
+_FEWER_ROWS = (12, 8, 6, 4, 3, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowWindow:
+    """Numbers of rows of one call, from `least` to `most`, that give a row the same bits."""
+
+    least: int
+    most: int
+
+
+def find_row_window(compute: Compute, vocab_size: int) -> RowWindow:
+    """Try growing and shrinking numbers of rows until the bits change. Uses the first KV blocks.
+
+    Raises:
+        EngineError: not even equal calls give equal bits.
+    """
+
+    def first_rows(num_rows: int) -> Logits:
+        sequence = ScheduledSequence(
+            request_id="probe",
+            token_ids=[(7919 * i + 1) % vocab_size for i in range(num_rows)],
+            num_computed_tokens=0,
+            block_table=list(range(-(-num_rows // TOKENS_PER_BLOCK))),
+            logit_positions=list(range(num_rows)),
+        )
+        return compute([sequence])[:_REFERENCE_ROWS].copy()
+
+    reference = first_rows(_REFERENCE_ROWS)
+
+    def last_equal(counts: Sequence[int]) -> int:
+        last = _REFERENCE_ROWS
+        for count in counts:
+            if not np.array_equal(first_rows(count), reference[:count]):
+                break
+            last = count
+        return last
+
+    if not np.array_equal(first_rows(_REFERENCE_ROWS), reference):
+        raise EngineError(
+            "this machine does not compute equal logits twice, so deterministic mode cannot be had",
+            "run without --deterministic",
+        )
+    return RowWindow(least=last_equal(_FEWER_ROWS), most=last_equal(_MORE_ROWS))
+
+
+class ExactSteps:
+    """Turns a step into calls of the model inside a row window. Remembers which token each KV slot was computed from.
+
+    Args:
+        num_blocks: KV blocks of the executor.
+        window: row counts that give equal bits.
+    """
+
+    def __init__(self, num_blocks: int, window: RowWindow) -> None:
+        self._slot_tokens = np.zeros((num_blocks, TOKENS_PER_BLOCK), np.int64)
+        self._window = window
+
+    def calls(self, sequences: Sequence[ScheduledSequence]) -> list[list[ScheduledSequence]]:
+        """The calls that compute `sequences`, to be made in order; their logits joined are the step's."""
+        calls: list[list[ScheduledSequence]] = [[]]
+        num_rows = 0
+        for sequence in sequences:
+            self._remember(sequence)
+            done = 0
+            while done < len(sequence.token_ids):
+                if self._window.most - num_rows < 2:
+                    calls.append([])
+                    num_rows = 0
+                count = min(len(sequence.token_ids) - done, self._window.most - num_rows)
+                piece = self._two_rows(_piece(sequence, done, count))
+                calls[-1].append(piece)
+                num_rows += len(piece.token_ids)
+                done += count
+        for call in calls:
+            filler = replace(call[0], logit_positions=[])
+            while sum(len(piece.token_ids) for piece in call) < self._window.least:
+                call.append(filler)
+        return calls
+
+    def fill_logit_rows(self, indices: list[int]) -> list[int]:
+        """Repeat an index until the vocabulary's matrix gets the least rows too."""
+        return indices + indices[-1:] * (self._window.least - len(indices))
+
+    def _remember(self, sequence: ScheduledSequence) -> None:
+        start = sequence.num_computed_tokens
+        positions = np.arange(start, start + len(sequence.token_ids))
+        blocks = np.array(sequence.block_table)[positions // TOKENS_PER_BLOCK]
+        self._slot_tokens[blocks, positions % TOKENS_PER_BLOCK] = sequence.token_ids
+
+    def _two_rows(self, piece: ScheduledSequence) -> ScheduledSequence:
+        """A lone token together with the one before it, whose keys and values come out as they are.
+
+        A sequence's first token has none before it: it gets one behind it, in a slot that the next step overwrites.
+        """
+        if len(piece.token_ids) > 1:
+            return piece
+        if piece.num_computed_tokens == 0:
+            return replace(piece, token_ids=piece.token_ids * 2)
+        before = piece.num_computed_tokens - 1
+        slot = piece.block_table[before // TOKENS_PER_BLOCK], before % TOKENS_PER_BLOCK
+        return replace(
+            piece,
+            token_ids=[int(self._slot_tokens[slot]), *piece.token_ids],
+            num_computed_tokens=before,
+            logit_positions=[p + 1 for p in piece.logit_positions],
+        )
+
+
+def _piece(sequence: ScheduledSequence, done: int, count: int) -> ScheduledSequence:
+    start = sequence.num_computed_tokens + done
+    return replace(
+        sequence,
+        token_ids=sequence.token_ids[done : done + count],
+        num_computed_tokens=start,
+        block_table=sequence.block_table[: -(-(start + count) // TOKENS_PER_BLOCK)],
+        logit_positions=[p - done for p in sequence.logit_positions if done <= p < done + count],
+    )
