@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from harness.errors import HarnessError
 from harness.runtime.server.api_error import ApiError, describe
 from harness.runtime.server.disconnect import EventStream, until_disconnect
-from harness.runtime.server.protocol import MAX_BODY_BYTES, ChatCompletionRequest, CompletionRequest
+from harness.runtime.server.protocol import MAX_BODY_BYTES, UNION_TAGS, ChatCompletionRequest, CompletionRequest
 from harness.runtime.server.service import CompletionService
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -135,11 +135,13 @@ def _add_error_handlers(app: FastAPI, service: CompletionService) -> None:
 
 
 def _describe_invalid(error: RequestValidationError) -> ApiError:
-    # with a union several lines concern one field; the first is enough to mend it
-    first = error.errors()[0]
+    first = error.errors()[0]  # one is enough to go on with
     if first["type"] == "json_invalid":
         return ApiError(status=400, message=f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
-    path = [str(part) for part in first["loc"][1:]]
+    path = [str(part) for part in first["loc"][1:] if part not in UNION_TAGS]
+    if not path and first["type"] == "model_attributes_type":  # FastAPI parses what is labelled as JSON only
+        message = "the body is not a JSON object, or is not sent with Content-Type: application/json"
+        return ApiError(status=400, message=message, code="invalid_json")
     param = first.get("ctx", {}).get("param") or ".".join(path) or None
     if first["type"] == "extra_forbidden":
         return ApiError(status=400, message=f"unknown field {param!r}", code="unknown_field", param=param)

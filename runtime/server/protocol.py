@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from harness.errors import RequestError
@@ -66,6 +66,11 @@ def _encodable(text: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]
 
 
+# Branches of unions are chosen by what was sent, so that an error concerns the branch that was meant. pydantic puts
+# their tags into an error's path, where no client looks for them.
+_TEXT, _TEXTS, _PARTS, _IDS, _ID_LISTS = UNION_TAGS = ("[text]", "[texts]", "[parts]", "[ids]", "[lists of ids]")
+
+
 class TextPart(_Strict):
     """A piece of a message's content. Images and sound are not understood."""
 
@@ -77,7 +82,10 @@ class ChatMessage(_Strict):
     """One turn. `developer` is OpenAI's newer name of `system`."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1)]
+    content: Annotated[
+        Annotated[Text, Tag(_TEXT)] | Annotated[list[TextPart], Field(min_length=1), Tag(_PARTS)],
+        Discriminator(lambda content: _PARTS if isinstance(content, list) else _TEXT),
+    ]
     reasoning_content: Text | None = None
 
     def as_template_input(self) -> dict[str, str]:
@@ -215,12 +223,24 @@ class ChatCompletionRequest(_CompletionFields):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+def _kind_of_prompt(prompt: Any) -> str:
+    if not isinstance(prompt, list):
+        return _TEXT
+    if prompt and isinstance(prompt[0], list):
+        return _ID_LISTS
+    return _TEXTS if prompt and isinstance(prompt[0], str) else _IDS
+
+
 class CompletionRequest(_CompletionFields):
     """Body of `POST /v1/completions`. One prompt: a text, its token ids, or a list with one text or one list of ids."""
 
-    prompt: (
-        Text | list[int] | Annotated[list[Text], Field(max_length=1)] | Annotated[list[list[int]], Field(max_length=1)]
-    )
+    prompt: Annotated[
+        Annotated[Text, Tag(_TEXT)]
+        | Annotated[list[int], Tag(_IDS)]
+        | Annotated[list[Text], Field(max_length=1), Tag(_TEXTS)]
+        | Annotated[list[list[int]], Field(max_length=1), Tag(_ID_LISTS)],
+        Discriminator(_kind_of_prompt),
+    ]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool = False
 

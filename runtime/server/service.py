@@ -132,7 +132,9 @@ class CompletionService:
             return self._tokenizer.encode(prompt), splitter, ""
         given = body.only_prompt()
         if not given:
-            raise RequestError("prompt is empty; allowed: a text or a list of token ids", param="prompt")
+            raise RequestError(
+                "prompt is empty; allowed: a text or a list of token ids", param="prompt", code="empty_prompt"
+            )
         if isinstance(given, str):
             return self._tokenizer.encode(given), None, given if body.echo else ""
         return given, None, self._tokenizer.decode(given) if body.echo else ""

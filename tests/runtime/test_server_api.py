@@ -145,13 +145,28 @@ def test_prompts_that_are_not_one_prompt_are_refused(plain_server: Any, prompt: 
     assert "prompt" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        (["a", "b"], "prompt"),
+        ([[1], [2]], "prompt"),
+        ([1, "a"], "prompt.1"),
+        (5, "prompt"),
+        ([[1, None]], "prompt.0.1"),
+    ],
+)
+def test_an_error_names_the_field_as_the_client_wrote_it(plain_server: Any, prompt: Any, param: str) -> None:
+    assert plain_server.complete(prompt=prompt).json()["error"]["param"] == param
+
+
 def test_content_parts_of_text_are_joined_and_others_refused(plain_server: Any, byte_tokenizer: Any) -> None:
     server = plain_server
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     server.chat(messages=[{"role": "user", "content": parts}])
     assert "user:ab\n" in byte_tokenizer.decode(server.backend.requests[0].prompt_token_ids)
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
-    assert server.chat(messages=[{"role": "user", "content": image}]).status_code == 400
+    refused = server.chat(messages=[{"role": "user", "content": image}])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages.0.content.0.type")
 
 
 def test_an_answer_can_be_sent_back_as_it_came(plain_server: Any, byte_tokenizer: Any) -> None:
@@ -198,6 +213,14 @@ def test_every_error_has_openais_shape(plain_server: Any, method: str, path: str
     assert response.status_code == status, response.text
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert server.chat().status_code == 200
+
+
+def test_json_that_is_not_labelled_as_json_is_told_so(plain_server: Any) -> None:
+    content = b'{"model": "scripted", "prompt": "x"}'
+    form = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d sends by itself
+    response = plain_server.client.post("/v1/completions", content=content, headers=form)
+    assert response.status_code == 400
+    assert "Content-Type: application/json" in response.json()["error"]["message"]
 
 
 def test_unknown_model_is_404(plain_server: Any) -> None:
