@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from harness.arch import resolve_arch
 from harness.console import run_cli
@@ -33,10 +35,8 @@ def build(
             "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B."
         ),
     ] = None,
-    arch: Annotated[str, typer.Option(help="What to build for.")] = "cpu",
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the engine. Default: ./engines/<model>/<arch>-<id>.")
-    ] = None,
+    arch: Annotated[str, typer.Option(help="What to build for. This version lowers to cpu alone.")] = "cpu",
+    out: Annotated[Path | None, typer.Option(help="Folder of the engine. Default: ./engines/MODEL/ARCH-ID.")] = None,
     precision: Annotated[
         str | None,
         typer.Option(
@@ -48,14 +48,19 @@ def build(
         Path | None, typer.Option(help="A recipe (YAML) with a precision per layer, instead of --precision.")
     ] = None,
 ) -> None:
-    """Build an engine from model weights: `harness-build --model MODEL --arch cpu`.
+    """Build an engine from model weights, for `harness-run` to serve.
 
-    The build reads tensor by tensor, writes into a temporary folder and renames it when complete. An engine that was
-    built before, from the same weights with the same recipe and versions, is found and reused.
+    - `harness-build --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B`
+    - `harness-build --model model.gguf --precision int4`
+    - `harness-build inspect --engine DIR`
+
+    The folder of the engine is printed on stdout, all else on stderr. The build reads tensor by tensor, writes into a
+    temporary folder and renames it when complete. An engine that was built before, from the same weights with the same
+    recipe and versions, is found and reused.
     """
     if context.invoked_subcommand is not None:
         return
-    if model is None:
+    if not model:
         raise UsageError("no model given", "harness-build --model MODEL, see harness-build --help")
     if precision is not None and recipe is not None:
         raise UsageError("--precision and --recipe exclude each other", "a recipe says the precision of every layer")
@@ -64,12 +69,15 @@ def build(
 
     from harness.build.cpu_engine import build_cpu_engine
     from harness.build.open_source import open_source
-    from harness.recipe import default_preset, load_recipe, preset, summarize
+    from harness.recipe import PRESETS, default_preset, load_recipe, preset, summarize
 
-    console = Console(stderr=True)
+    if precision is not None and precision not in PRESETS:
+        raise UsageError(f"unknown --precision {precision!r}", f"allowed: {', '.join(PRESETS)}")
+    written = load_recipe(recipe) if recipe else None
+    console = Console(stderr=True, markup=False, highlight=False)
     source = open_source(model)
     spec = source.spec
-    chosen = load_recipe(recipe) if recipe else preset(precision or default_preset(spec), spec)
+    chosen = written or preset(precision or default_preset(spec), spec)
     counts = ", ".join(f"{count} x {name}" for name, count in summarize(chosen.resolve(spec)).items())
     console.print(f"{source.name}: {spec.architecture}, {spec.num_layers} layers, recipe {chosen.name} ({counts})")
     columns = (TextColumn("lowering"), BarColumn(), MofNCompleteColumn(), TextColumn("layers"), TimeElapsedColumn())
@@ -82,8 +90,9 @@ def build(
             out=out,
             on_layer=lambda layer: progress.update(task, completed=layer + 1),
         )
+        progress.update(task, visible=not built.reused)
     console.print(f"{'found' if built.reused else 'built'} for {target.name}; serve it with:")
-    console.print(f"  harness-run server --engine {built.engine_dir}", soft_wrap=True)
+    console.print(f"  harness-run server --engine {shlex.quote(str(built.engine_dir))}", soft_wrap=True)
     print(built.engine_dir)
 
 
@@ -101,7 +110,7 @@ def inspect(
     counts: dict[str, int] = {}
     for layer_precision in manifest.recipe.layers.values():
         counts[layer_precision] = counts.get(layer_precision, 0) + 1
-    table = Table(show_header=False, box=None, title=f"engine {manifest.engine_id}", title_justify="left")
+    table = Table(show_header=False, box=None, title=Text(f"engine {manifest.engine_id}"), title_justify="left")
     kv = manifest.kv
     rows = {
         "model": f"{manifest.model.name} ({manifest.model.architecture}, {manifest.model.num_parameters:,} weights)",
@@ -119,7 +128,7 @@ def inspect(
         "weights hash": manifest.model.content_hash,
     }
     for name, value in rows.items():
-        table.add_row(name, value)
+        table.add_row(name, Text(value))
     Console().print(table)
 
 

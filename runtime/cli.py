@@ -16,7 +16,11 @@ if TYPE_CHECKING:  # the real imports wait until a command runs, so that --help 
     from harness.runtime.config import EngineConfig, ResolvedConfig
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Run an engine that `harness-build` made: serve it over HTTP, or talk to it here.",
 )
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -68,12 +72,13 @@ KvCacheOption = Annotated[
     str | None,
     typer.Option(
         "--kv-cache-memory",
-        help="Memory for the KV cache, such as 2GiB or 512MB. More means more sequences at once and longer reuse of "
-        "prefixes. Default: what --max-num-seqs sequences of full length need, at most half of the free memory.",
+        help="Memory for the KV cache, such as 2GiB (2^30 bytes) or 512MB (10^6). More means more sequences at once "
+        "and longer reuse of prefixes; it is taken as it is used. Default: what --max-num-seqs sequences of full "
+        "length need, at most half of the memory left beside the weights and a reserve of 12 %.",
     ),
 ]
 ThreadsOption = Annotated[
-    int | None, typer.Option("--threads", help="Threads of the engine. Default: one for each physical core.")
+    int | None, typer.Option("--threads", help="Threads of the engine. Default: one for each physical core it may use.")
 ]
 DeterministicOption = Annotated[
     bool,
@@ -92,12 +97,12 @@ def server(
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     max_model_len: MaxModelLenOption = None,
     kv_cache_memory: KvCacheOption = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Most sequences computed together.")] = 32,
+    max_num_seqs: Annotated[int, typer.Option(help="Most sequences computed together; others wait.")] = 32,
     max_num_batched_tokens: Annotated[
         int,
         typer.Option(
             help="Most tokens in one step; longer prompts are computed in chunks of it. Less keeps running streams "
-            "smoother while a long prompt comes in, more finishes the prompt sooner."
+            "smoother while a long prompt comes in, more finishes the prompt sooner. At least --max-num-seqs + 32."
         ),
     ] = 512,
     max_waiting: Annotated[

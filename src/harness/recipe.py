@@ -22,6 +22,7 @@ from harness.spec import MlaSpec, ModelSpec
 
 _NOTATION = re.compile(r"^(f16|int8|int4)(?:-(channel|g(\d+)))?(-zp)?$")
 GROUP_SIZES = (32, 64, 128)
+PRESETS = ("f16", "int8", "int4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,8 @@ class Recipe:
     def resolve(self, spec: ModelSpec) -> dict[str, Precision]:
         """Precision of every quantizable module of a model, in model order.
 
-        A group that does not divide a layer's inputs falls to the largest smaller one that does, else to per channel.
+        A group that does not divide a layer's inputs falls to the largest smaller one that does, else to per channel;
+        int4 over an odd number of inputs, which cannot be packed, to int8.
 
         Raises:
             RecipeError: a rule is missing, or modules that are fused into one matrix differ.
@@ -122,6 +124,8 @@ class Recipe:
 
 
 def _fit(precision: Precision, in_features: int) -> Precision:
+    if precision.dtype == "int4" and in_features % 2:
+        return INT8
     if precision.group_size is None or in_features % precision.group_size == 0:
         return precision
     fitting = [g for g in GROUP_SIZES if g < precision.group_size and in_features % g == 0]
@@ -223,7 +227,7 @@ def preset(name: str, spec: ModelSpec) -> Recipe:
         high = ("model.embed_tokens", "lm_head", "model.layers.0.*", f"model.layers.{spec.num_layers - 1}.*")
         rules = tuple((pattern, INT8) for pattern in high)
         return Recipe(name=name, rules=(*rules, ("*", Precision.parse("int4-g128"))))
-    raise RecipeError(f"unknown precision preset {name!r}", "allowed: f16, int8, int4")
+    raise RecipeError(f"unknown precision preset {name!r}", f"allowed: {', '.join(PRESETS)}")
 
 
 def default_preset(spec: ModelSpec) -> str:
@@ -253,9 +257,14 @@ def load_recipe(path: Path) -> Recipe:
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
         parsed = _RecipeFile.model_validate(raw)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
-        raise RecipeError(f"{path} is not a recipe: {error}", "see docs/build.md for the form") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError, RecursionError) as error:
+        reason = _describe_invalid(error) if isinstance(error, ValidationError) else error
+        raise RecipeError(f"{path} is not a recipe: {reason}", "see docs/build.md for the form") from None
     return Recipe(name=parsed.name, rules=tuple((r.match, Precision.parse(r.precision)) for r in parsed.rules))
+
+
+def _describe_invalid(error: ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors())
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -1,0 +1,57 @@
+"""Recipes as files: the form that docs/build.md shows, and what is said of one that is wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from harness.errors import RecipeError
+from harness.recipe import dump_recipe, load_recipe, summarize
+from harness.spec import ModelSpec
+
+GUIDE = Path(__file__).parents[2] / "docs" / "build.md"
+SMOLLM2 = ModelSpec.from_hf_config(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+    }
+)
+
+
+def test_the_recipe_in_the_docs_resolves_as_they_say(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(example, encoding="utf-8")
+    recipe = load_recipe(path)
+    # 576 inputs hold no groups of 128
+    assert summarize(recipe.resolve(SMOLLM2)) == {"int8": 124, "int4-g64": 58, "int4-g64-zp": 29}
+    path.write_text(dump_recipe(recipe), encoding="utf-8")
+    assert load_recipe(path) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("version: 2\nname: x\nrules: []\n", "version"),
+        ("version: 1\nname: x\nrules: [{match: '*', precisio: int8}]\n", "rules.0.precision: "),
+        ("version: 1\nname: x\nrules: [{match: '*', precision: int3}]\n", "'int3'"),
+        ("version: 1\nname: x\nrules: [{match: '*', precision: int4-g100}]\n", "32, 64, 128"),
+        ("- a list\n", "the file: "),
+        ("{not yaml", "is not a recipe"),
+    ],
+)
+def test_a_wrong_recipe_is_refused_and_the_field_named(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(RecipeError, match=re.escape(said)) as error:
+        load_recipe(path)
+    assert "errors.pydantic.dev" not in str(error.value)
