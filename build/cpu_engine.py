@@ -18,6 +18,7 @@ from harness.build.lowering.weights import Spool, WeightLowering
 from harness.build.source import WeightSource
 from harness.build.store import check_free_space, engine_id, existing_engine, staged
 from harness.build.tokenizer_check import check_tokenizer
+from harness.build.weight_check import check_weights
 from harness.errors import BuildError
 from harness.ledger import KV_BLOCK_TOKENS, kv_layout, weights_by_precision
 from harness.manifest import (
@@ -64,14 +65,19 @@ def build_cpu_engine(
         HarnessError: the model, its tokenizer or the recipe is refused, or the disk is full; nothing is left behind.
     """
     spec = source.spec
+    check_weights(source)
     resolved = recipe.resolve(spec)
     layers = {name: str(precision) for name, precision in resolved.items()}
     versions = {"harness": harness.__version__, "openvino": ov.get_version()}
     content_hash = source.fingerprint()
     identity = engine_id(content_hash=content_hash, arch=CPU.name, layers=layers, versions=versions)
     engine_dir = out or engines_dir / source.name / f"{CPU.name}-{identity}"
-    if existing_engine(engine_dir, identity):
-        return BuiltEngine(engine_dir=engine_dir, reused=True)
+    found = BuiltEngine(engine_dir=engine_dir, reused=True)
+    try:
+        if existing_engine(engine_dir, identity):
+            return found
+    except OSError as error:
+        raise _not_written(engine_dir, error) from None
     tokenizer = Tokenizer.from_files(source.tokenizer, generation_config=source.generation_config)
     check_tokenizer(tokenizer, spec)
     num_bytes = sum(weights_by_precision(spec, resolved).values())
@@ -97,9 +103,17 @@ def build_cpu_engine(
             )
             write_manifest(stage, manifest)
     except OSError as error:
-        hint = "free some space, or give --out on another disk" if error.errno == errno.ENOSPC else "check the folder"
-        raise BuildError(f"cannot write {engine_dir}: {error.strerror or error}", hint) from None
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and existing_engine(engine_dir, identity):
+            return found  # another build of the same engine was faster
+        raise _not_written(engine_dir, error) from None
     return BuiltEngine(engine_dir=engine_dir, reused=False)
+
+
+def _not_written(engine_dir: Path, error: OSError) -> BuildError:
+    where = f" ({error.filename})" if error.filename else ""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    hint = "free some space, or give --out on another disk" if full else "check the folder, or give another --out"
+    return BuildError(f"cannot write {str(engine_dir)[:200]}: {error.strerror or error}{where[:200]}", hint)
 
 
 def _write_model(
@@ -111,11 +125,18 @@ def _write_model(
             ov.save_model(model, stage / "model.xml", compress_to_fp16=False)
         except RuntimeError as error:
             raise BuildError(f"OpenVINO cannot write the model: {error}", "is the disk full?") from None
+    _check_saved(stage)
+
+
+def _check_saved(stage: Path) -> None:
     # OpenVINO does not report a short write
-    ends = [int(o) + int(n) for o, n in re.findall(r'offset="(\d+)" size="(\d+)"', (stage / "model.xml").read_text())]
+    graph = (stage / "model.xml").read_text(encoding="utf-8", errors="replace")
+    if not graph.rstrip().endswith("</net>"):
+        raise OSError(errno.ENOSPC, f"model.xml ends after {len(graph)} characters")
+    needed = max(int(o) + int(n) for o, n in re.findall(r'offset="(\d+)" size="(\d+)"', graph))
     written = (stage / "model.bin").stat().st_size
-    if not ends or written < max(ends):
-        raise OSError(errno.ENOSPC, f"only {written} of {max(ends, default=0)} bytes of model.bin were written")
+    if written < needed:
+        raise OSError(errno.ENOSPC, f"only {written} of {needed} bytes of model.bin were written")
 
 
 def _model_part(source: WeightSource, content_hash: str) -> ModelPart:

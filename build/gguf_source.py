@@ -20,7 +20,8 @@ from harness.build.gguf_file import GgufFile, GgufTensor
 from harness.build.gguf_tokenizer import read_generation_config, read_tokenizer
 from harness.build.source import FloatArray, TokenizerFiles, row_range, safe_name
 from harness.errors import SourceError, UnsupportedModelError
-from harness.spec import Llama3Scaling, ModelSpec, RopeSpec
+from harness.rope import Llama3Scaling, RopeSpec
+from harness.spec import ModelSpec
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 _GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -224,8 +225,11 @@ class GgufSource:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }
-        scaled = RopeSpec(theta=theta, dim=head_dim, scaling=Llama3Scaling(**guess)).inv_freq()
-        expected = RopeSpec(theta=theta, dim=head_dim).inv_freq() / scaled
+        try:
+            scaled = RopeSpec(theta=theta, dim=head_dim, scaling=Llama3Scaling(**guess)).inv_freq()
+            expected = RopeSpec(theta=theta, dim=head_dim).inv_freq() / scaled
+        except ValueError as error:
+            raise SourceError(f"{self._file.path}: {error}", "download the file again, or use another one") from None
         if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
             raise UnsupportedModelError(
                 f"{self._file.path}: its rotary factors ({_ROPE_FACTORS}) are not those of Llama 3",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +32,7 @@ _ITEM_BYTES = {
 }  # fmt: skip
 _RAW_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "F8_E4M3": np.uint8}
 _DOWNLOAD_AGAIN = "download the folder again, whole"
+_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ class HfFolderSource:
         self._path = path
         if not path.is_dir():
             raise SourceError(f"{path} is not a folder", "give the folder that holds config.json")
-        self.name = safe_name(name or path.resolve().name)
+        self.name = safe_name(name or Path(os.path.abspath(path)).name)  # a link's name is the one its user chose
         self.config = read_json(path / "config.json", required=True)
         self._tensors, self._shards = _open_weights(path)
         self._maps: dict[Path, npt.NDArray[np.uint8]] = {}
@@ -138,6 +140,8 @@ class HfFolderSource:
 
     def _check_quantization(self) -> tuple[int, int] | None:
         quantization = self.config.get("quantization_config") or {}
+        if not isinstance(quantization, dict):
+            raise SourceError(f"{self._path}: quantization_config is {quantization!r}, not an object", _DOWNLOAD_AGAIN)
         method = quantization.get("quant_method")
         if method not in (None, "fp8"):
             raise UnsupportedModelError(
@@ -249,6 +253,8 @@ def _read_header(path: Path) -> dict[str, _Tensor]:
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or 8 + length > size:
             raise SourceError(f"{path} is truncated: it has {size} bytes and ends within its header", _DOWNLOAD_AGAIN)
+        if length > _MOST_HEADER_BYTES:
+            raise SourceError(f"{path} has a broken header: its length is said to be {length} bytes", _DOWNLOAD_AGAIN)
         header = file.read(length)
     try:
         tensors = {
@@ -256,7 +262,7 @@ def _read_header(path: Path) -> dict[str, _Tensor]:
             for name, entry in json.loads(header).items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SourceError(f"{path} has a broken header: {error}", _DOWNLOAD_AGAIN) from None
     cut_off = {name for name, tensor in tensors.items() if tensor.end > size}
     if cut_off:
@@ -270,9 +276,11 @@ def _read_header(path: Path) -> dict[str, _Tensor]:
 
 def _tensor(path: Path, entry: dict[str, Any], offset: int) -> _Tensor:
     begin, end = entry["data_offsets"]
-    shape = tuple(int(n) for n in entry["shape"])
+    shape = tuple(entry["shape"])
+    if not all(type(n) is int and n >= 0 for n in (begin, end, *shape)):
+        raise ValueError(f"{entry} has something else than whole numbers")
     num_bytes = math.prod(shape) * _ITEM_BYTES[entry["dtype"]]
-    if min((begin, *shape)) < 0 or end - begin != num_bytes:
+    if end - begin != num_bytes:
         raise ValueError(f"{entry} does not describe {num_bytes} bytes")
     return _Tensor(path=path, dtype=entry["dtype"], shape=shape, begin=offset + begin, end=offset + end)
 

@@ -29,7 +29,7 @@ def read_json(path: Path, *, required: bool) -> dict[str, Any]:
         raise SourceError(f"{path} is missing", "give a folder as Hugging Face publishes it, or a GGUF file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SourceError(f"{path} is not JSON: {error}", "download it again") from None
     if not isinstance(content, dict):
         raise SourceError(f"{path} is not a JSON object", "download it again")

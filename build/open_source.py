@@ -22,15 +22,19 @@ def open_source(model: str) -> WeightSource:
         SourceError: it is none of these, or it is broken or cannot be fetched.
         UnsupportedModelError: it is readable, but not a model this project lowers.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(model).expanduser()
+        is_dir, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # RuntimeError: `~somebody` who does not exist
+        raise SourceError(f"nothing can be at {model[:80]!r}: {error}"[:400], _FORMS) from None
+    if is_dir:
         ggufs = sorted(path.glob("*.gguf"))
         if (path / "config.json").exists() or not ggufs:
             return HfFolderSource(path)
         if len(ggufs) > 1:
             raise SourceError(f"{path} holds {len(ggufs)} GGUF files", f"name one of them, such as {ggufs[0]}")
         return GgufSource(ggufs[0])
-    if path.is_file():
+    if is_file:
         if path.suffix.lower() == ".gguf":
             return GgufSource(path)
         raise SourceError(f"{path} is not a folder, and not a .gguf file", _FORMS)

@@ -6,18 +6,18 @@ nothing that looks like an engine; what a killed one left behind is removed by t
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-
-from harness.errors import BuildError
-from harness.manifest import MANIFEST_NAME, read_manifest
+from harness.errors import BuildError, EngineError
+from harness.manifest import MANIFEST_NAME, read_manifest, verify_files
 
 _TEMPORARY = ".building-"
 
@@ -29,19 +29,28 @@ def engine_id(*, content_hash: str, arch: str, layers: Mapping[str, str], versio
 
 
 def existing_engine(engine_dir: Path, wanted_id: str) -> bool:
-    """Whether the wanted engine is already there.
+    """Whether the wanted engine is already there, whole.
 
     Raises:
-        BuildError: the folder holds something else.
+        BuildError: the folder holds something else, or a damaged engine.
+        OSError: the folder cannot be looked at.
     """
     if not engine_dir.exists():
         return False
     if (engine_dir / MANIFEST_NAME).is_file():
-        found = read_manifest(engine_dir).engine_id
-        if found == wanted_id:
-            return True
+        try:
+            manifest = read_manifest(engine_dir)
+            if manifest.engine_id == wanted_id:
+                verify_files(engine_dir, manifest)
+                return True
+        except EngineError as error:
+            raise BuildError(
+                f"{engine_dir} holds a damaged engine: {error.message}",
+                "remove it and build again, or give another --out",
+            ) from None
         raise BuildError(
-            f"{engine_dir} holds another engine (id {found}, this build is {wanted_id})", "give another --out"
+            f"{engine_dir} holds another engine (id {manifest.engine_id}, this build is {wanted_id})",
+            "give another --out",
         )
     if not engine_dir.is_dir() or any(engine_dir.iterdir()):
         raise BuildError(f"{engine_dir} exists and is not an engine", "give another --out, or remove it")
@@ -64,22 +73,51 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
 
 @contextmanager
 def staged(engine_dir: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `engine_dir` if the block succeeds and vanishes if it does not."""
-    engine_dir.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(engine_dir.parent)
-    stage = engine_dir.parent / f"{_TEMPORARY}{os.getpid()}-{engine_dir.name}"
-    stage.mkdir()
+    """A temporary folder that becomes `engine_dir` if the block succeeds and vanishes if it does not.
+
+    Raises:
+        OSError: the folder cannot be made or renamed, such as when another build finished `engine_dir` first.
+    """
+    target = Path(os.path.realpath(engine_dir))  # a link to an empty folder is filled, not replaced
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(target.parent)
+    stage, lock = _make_locked(target.parent)
     try:
         yield stage
-        if engine_dir.is_dir() and not any(engine_dir.iterdir()):
-            engine_dir.rmdir()
-        stage.rename(engine_dir)
+        stage.rename(target)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
+        os.close(lock)
 
 
-def _remove_leftovers(folder: Path) -> None:
-    for stage in folder.glob(f"{_TEMPORARY}*"):
-        pid = stage.name.removeprefix(_TEMPORARY).split("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+def _make_locked(parent: Path) -> tuple[Path, int]:
+    """A new folder and a descriptor that holds its lock."""
+    while True:
+        stage = parent / f"{_TEMPORARY}{secrets.token_hex(6)}"
+        stage.mkdir()
+        lock = os.open(stage, os.O_RDONLY)
+        _try_lock(lock)
+        if stage.exists():
+            return stage, lock
+        os.close(lock)  # another build cleaned up in the moment before the lock
+
+
+def _try_lock(folder: int) -> bool:
+    # The kernel drops the lock with its process. A process id would not do: two containers that share a disk do not
+    # see each other's.
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held, or a file system without locks: then nothing is ever taken for a leftover
+        return False
+    return True
+
+
+def _remove_leftovers(parent: Path) -> None:
+    for stage in parent.glob(f"{_TEMPORARY}*"):
+        try:
+            folder = os.open(stage, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:  # gone since, or somebody else's
+            continue
+        if _try_lock(folder):
             shutil.rmtree(stage, ignore_errors=True)
+        os.close(folder)

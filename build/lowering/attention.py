@@ -18,7 +18,8 @@ from openvino.op.util import Variable, VariableInfo
 
 from harness.build.lowering.layers import apply_rope, constant_i64, halves_order, linear, rms_norm, split
 from harness.build.lowering.weights import WeightLowering
-from harness.spec import GqaSpec, MlaSpec, RopeSpec
+from harness.rope import RopeSpec
+from harness.spec import GqaSpec, MlaSpec
 
 _LATENT_NORM_EPS = 1e-6  # DeepSeek's latent norms have an epsilon of their own
 
@@ -173,7 +174,7 @@ def _per_head(x: Any, weight: Any, num_heads: int, in_dim: int, out_dim: int, *,
 
 def _absorbed(weights: WeightLowering, prefix: str, spec: MlaSpec, inputs: AttentionInputs, parts: Any, up: Any) -> Any:
     q_nope, q_rope, latent, k_rope = parts
-    up_key, up_value = (weights.half(u) for u in up)
+    up_key, up_value = (weights.half(f"{prefix}.kv_b_proj.weight", u) for u in up)
     heads, rank, key_dim = spec.num_heads, spec.kv_lora_rank, spec.kv_lora_rank + spec.qk_rope_head_dim
     q_latent = _per_head(q_nope, up_key, heads, spec.qk_nope_head_dim, rank, transpose=False)
     key = _cached(inputs, ops.concat([latent, k_rope], -1), f"{prefix}.key", 1, key_dim)
@@ -189,7 +190,7 @@ def _absorbed(weights: WeightLowering, prefix: str, spec: MlaSpec, inputs: Atten
 
 def _expanded(weights: WeightLowering, prefix: str, spec: MlaSpec, inputs: AttentionInputs, parts: Any, up: Any) -> Any:
     q_nope, q_rope, latent, k_rope = parts
-    up_key, up_value = (weights.half(u.reshape(-1, spec.kv_lora_rank)) for u in up)
+    up_key, up_value = (weights.half(f"{prefix}.kv_b_proj.weight", u.reshape(-1, spec.kv_lora_rank)) for u in up)
     flat = ops.squeeze(latent, constant_i64(1))
     k_nope = _heads(linear(flat, up_key), spec.num_heads, spec.qk_nope_head_dim)
     value = _heads(linear(flat, up_value), spec.num_heads, spec.v_head_dim)

@@ -12,7 +12,7 @@ import numpy as np
 from openvino import opset13 as ops
 
 from harness.build.lowering.weights import WeightLowering
-from harness.spec import RopeSpec
+from harness.rope import RopeSpec
 
 
 def constant_i64(*values: int) -> Any:

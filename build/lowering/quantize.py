@@ -36,13 +36,14 @@ def quantize_rows(weight: npt.NDArray[np.float32], precision: Precision) -> Quan
     """Quantize rows of a weight `(rows, in)` by rounding to nearest.
 
     Raises:
-        BuildError: a weight is not finite, or does not fit half precision.
+        BuildError: a weight is not finite, or it or its scale does not fit half precision. The message is the
+            predicate of a sentence: the caller knows the tensor's name.
     """
     if not np.isfinite(weight).all():
-        raise BuildError("a weight is NaN or infinite", "take the weights from their release again")
+        raise BuildError("has a NaN or infinite value", "take the weights from their release again")
     if precision.dtype == "f16":
         if np.abs(weight).max(initial=0) > np.finfo(np.float16).max:
-            raise BuildError("a weight is too large for half precision", "build with --precision int8")
+            raise BuildError("has a value too large for half precision", "build with --precision int8")
         return QuantizedRows(data=weight.astype(np.float16))
     groups = weight.reshape(weight.shape[0], -1, precision.group_size or weight.shape[1])
     if precision.dtype == "int8":
@@ -66,7 +67,7 @@ def quantize_rows(weight: npt.NDArray[np.float32], precision: Precision) -> Quan
 def _f16_scale(scale: npt.NDArray[np.floating]) -> npt.NDArray[np.float16]:
     # an all-zero group would divide by zero; a scale past f16 would be infinite
     if scale.max(initial=0) > np.finfo(np.float16).max:
-        raise BuildError("a quantization scale is too large for half precision", "check the weights")
+        raise BuildError("has values too large to quantize: their scale exceeds half precision", "check the weights")
     return np.maximum(scale.astype(np.float16), _SMALLEST_SCALE)
 
 

@@ -20,6 +20,7 @@ from openvino import opset13 as ops
 
 from harness.build.lowering.quantize import QuantizedRows, pack_nibbles, quantize_rows
 from harness.build.source import FloatArray, WeightSource
+from harness.errors import BuildError
 from harness.recipe import F16, Precision
 
 _CHUNK_ELEMENTS = 1 << 22  # f32 values read and quantized at a time: 16 MiB
@@ -75,48 +76,61 @@ class WeightLowering:
         self._spool = spool
 
     def vector(self, name: str, *parts: str) -> Any:
-        """A float32 constant of one tensor, or of several joined along their first axis."""
-        values = np.concatenate([self._source.read(n) for n in (name, *parts)])
-        return ops.constant(values.astype(np.float32))
+        """A float32 constant of one tensor, or of several joined along their first axis. Raises as `read`."""
+        return ops.constant(np.concatenate([self.read(n) for n in (name, *parts)]))
 
     def has(self, name: str) -> bool:
         """Whether the source has a tensor of that name."""
         return name in self._source.names()
 
     def read(self, name: str) -> FloatArray:
-        """A whole tensor as float32."""
-        return self._source.read(name)
+        """A whole tensor as float32.
 
-    def half(self, values: FloatArray) -> Any:
-        """An f16 constant widened to f32."""
-        return self._decompress(quantize_rows(values.reshape(values.shape[0], -1), F16), F16, values.shape)
+        Raises:
+            BuildError: a value is NaN or infinite; names the tensor.
+        """
+        values = self._source.read(name)
+        if not np.isfinite(values).all():
+            raise BuildError(f"{name} has a NaN or infinite value", "take the weights from their release again")
+        return values
+
+    def half(self, name: str, values: FloatArray) -> Any:
+        """An f16 constant widened to f32, of values made from tensor `name`. Raises as `matrix`."""
+        return self._decompress(_quantize(name, values.reshape(values.shape[0], -1), F16), F16, values.shape)
 
     def matrix(self, *modules: str, orders: Sequence[npt.NDArray[np.int64] | None] = ()) -> Any:
-        """Weights of several modules joined along the output axis, `(out, in)`, decompressed to f32 in the graph."""
+        """Weights of several modules joined along the output axis, `(out, in)`, decompressed to f32 in the graph.
+
+        Raises:
+            BuildError: a weight cannot be quantized; names the tensor.
+        """
         precision = self._recipe[modules[0]]
         rows = [Rows(name=f"{module}.weight", order=orders[i] if orders else None) for i, module in enumerate(modules)]
         num_rows = sum(self._source.shape(r.name)[0] for r in rows)
         in_features = self._source.shape(rows[0].name)[1]
-        quantized = _join([quantize_rows(chunk, precision) for chunk in self._chunks(rows)])
+        quantized = _join([_quantize(name, chunk, precision) for name, chunk in self._chunks(rows)])
         return self._decompress(quantized, precision, (num_rows, in_features))
 
     def experts(self, modules: Sequence[str]) -> Any:
-        """Weights of one projection of all experts, stacked: `(experts, out, in)`, decompressed to f32 in the graph."""
+        """Weights of one projection of all experts, stacked: `(experts, out, in)`, decompressed to f32 in the graph.
+
+        Raises as `matrix`.
+        """
         precision = self._recipe[modules[0]]
         out_features, in_features = self._source.shape(f"{modules[0]}.weight")
         rows = [Rows(name=f"{module}.weight") for module in modules]
-        quantized = _join([quantize_rows(chunk, precision) for chunk in self._chunks(rows)])
+        quantized = _join([_quantize(name, chunk, precision) for name, chunk in self._chunks(rows)])
         return self._decompress(quantized, precision, (len(modules), out_features, in_features))
 
-    def _chunks(self, rows: Sequence[Rows]) -> Iterator[FloatArray]:
+    def _chunks(self, rows: Sequence[Rows]) -> Iterator[tuple[str, FloatArray]]:
         for part in rows:
             num_rows, in_features = self._source.shape(part.name)
             if part.order is not None:
-                yield self._source.read(part.name)[part.order]
+                yield part.name, self._source.read(part.name)[part.order]
                 continue
             step = max(1, _CHUNK_ELEMENTS // in_features)
             for start in range(0, num_rows, step):
-                yield self._source.read(part.name, slice(start, min(start + step, num_rows)))
+                yield part.name, self._source.read(part.name, slice(start, min(start + step, num_rows)))
 
     def _decompress(self, quantized: QuantizedRows, precision: Precision, shape: Sequence[int]) -> Any:
         shape = list(shape)
@@ -139,6 +153,13 @@ class WeightLowering:
         if grouped != shape:
             values = ops.reshape(values, ops.constant(np.array(shape, np.int64)), False)
         return ops.convert(values, "f32")
+
+
+def _quantize(name: str, weight: FloatArray, precision: Precision) -> QuantizedRows:
+    try:
+        return quantize_rows(weight, precision)
+    except BuildError as error:
+        raise BuildError(f"{name} {error.message}", error.hint) from None
 
 
 def _join(parts: list[QuantizedRows]) -> QuantizedRows:

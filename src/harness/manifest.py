@@ -18,6 +18,9 @@ from harness.errors import EngineError
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 1
+_REQUIRED = ("model.xml", "model.bin", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+_OPTIONAL = ("chat_template.jinja",)
+_COPY_AGAIN = "copy the engine again, or rebuild it"
 
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -137,7 +140,10 @@ def read_manifest(engine_dir: Path) -> EngineManifest:
                 f"{path} has schema_version {version!r}, this version reads {SCHEMA_VERSION}", "rebuild the engine"
             )
         manifest = EngineManifest.model_validate(raw)
-    except (OSError, ValueError, AttributeError, ValidationError) as error:
+    except ValidationError as error:
+        reason = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
+        raise EngineError(f"{path} is not a valid manifest: {reason}", "rebuild the engine") from None
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise EngineError(f"{path} is not a valid manifest: {error}", "rebuild the engine") from None
     for name in manifest.files:
         # a manifest is input: it must not point out of its folder
@@ -167,23 +173,27 @@ def describe_files(engine_dir: Path) -> dict[str, FilePart]:
 
 
 def verify_files(engine_dir: Path, manifest: EngineManifest) -> None:
-    """Check that every file is there, whole and unchanged.
+    """Check that every file is there, whole and unchanged, and that none a runtime would read is unknown.
 
     Raises:
-        EngineError: names the first file that is missing, truncated or altered.
+        EngineError: names the first file that is missing, truncated, altered, unreadable, or not in the manifest.
     """
     for name, part in manifest.files.items():
-        path = engine_dir / name
+        _verify_file(engine_dir / name, part)
+    for name in (*_REQUIRED, *_OPTIONAL):
+        if name not in manifest.files and (name in _REQUIRED or (engine_dir / name).exists()):
+            raise EngineError(f"{engine_dir / name} is not in the manifest of the engine", _COPY_AGAIN)
+
+
+def _verify_file(path: Path, part: FilePart) -> None:
+    try:
         if not path.is_file():
-            raise EngineError(f"{path} is missing", "copy the engine again, or rebuild it")
+            raise EngineError(f"{path} is missing", _COPY_AGAIN)
         size = path.stat().st_size
         if size != part.num_bytes:
-            raise EngineError(
-                f"{path} has {size} bytes, expected {part.num_bytes}", "copy the engine again, or rebuild it"
-            )
+            raise EngineError(f"{path} has {size} bytes, expected {part.num_bytes}", _COPY_AGAIN)
         seen = sha256_file(path)
-        if seen != part.sha256:
-            raise EngineError(
-                f"{path} is corrupt: sha256 {seen[:12]}..., expected {part.sha256[:12]}...",
-                "copy the engine again, or rebuild it",
-            )
+    except OSError as error:
+        raise EngineError(f"{path} cannot be read: {error.strerror}", "check the permissions of the engine") from None
+    if seen != part.sha256:
+        raise EngineError(f"{path} is corrupt: sha256 {seen[:12]}..., expected {part.sha256[:12]}...", _COPY_AGAIN)

@@ -3,8 +3,7 @@
 Everything downstream (lowering, ledger, manifest) reads this and never the raw dictionary. An option that would change
 the logits and that we do not lower is an error here, so that a model is either served right or refused.
 
-Sources: LLaMA (arXiv 2302.13971), GQA (2305.13245), RoPE (2104.09864), YaRN (2309.00071), DeepSeek-V2 with MLA
-(2405.04434), DeepSeek-V3 (2412.19437).
+Sources: LLaMA (arXiv 2302.13971), GQA (2305.13245), DeepSeek-V2 with MLA (2405.04434), DeepSeek-V3 (2412.19437).
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from harness.errors import UnsupportedModelError
+from harness.rope import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling, check_positive, yarn_mscale
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -26,104 +23,8 @@ ARCHITECTURES = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearScaling:
-    """Position interpolation (arXiv 2306.15595): every frequency divided by `factor`."""
-
-    factor: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
-    """Llama 3.1's scaling: low frequencies divided by `factor`, high ones kept, a ramp between."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class YarnScaling:
-    """YaRN (arXiv 2309.00071) with DeepSeek's `mscale` pair."""
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
-
-
-def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Attention temperature of YaRN, eq. 22: `0.1 * mscale * ln(factor) + 1`, and 1 where nothing is stretched."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeSpec:
-    """Rotary embedding over `dim` values a head; `interleaved`: pairs are neighbours (DeepSeek), not halves."""
-
-    theta: float
-    dim: int
-    interleaved: bool = False
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
-
-    def inv_freq(self) -> npt.NDArray[np.float32]:
-        """Scaled inverse frequencies, shape `(dim / 2,)`."""
-        exponents = np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim)
-        base: npt.NDArray[np.float32] = np.asarray(1.0 / np.power(np.float32(self.theta), exponents), dtype=np.float32)
-        match self.scaling:
-            case None:
-                return base
-            case LinearScaling(factor=factor):
-                return np.asarray(base / np.float32(factor), dtype=np.float32)
-            case Llama3Scaling() as s:
-                return _llama3_inv_freq(base, s)
-            case YarnScaling() as s:
-                return _yarn_inv_freq(base, s, self.theta, self.dim)
-
-    def cos_sin_factor(self) -> float:
-        """What cos and sin are multiplied by (YaRN's attention factor; 1 otherwise)."""
-        if not isinstance(self.scaling, YarnScaling):
-            return 1.0
-        s = self.scaling
-        if s.attention_factor is not None:
-            return s.attention_factor
-        if s.mscale and s.mscale_all_dim:
-            return yarn_mscale(s.factor, s.mscale) / yarn_mscale(s.factor, s.mscale_all_dim)
-        return yarn_mscale(s.factor)
-
-
-def _llama3_inv_freq(base: npt.NDArray[np.float32], s: Llama3Scaling) -> npt.NDArray[np.float32]:
-    wavelength = 2 * math.pi / base
-    low = s.original_max_position_embeddings / s.low_freq_factor
-    high = s.original_max_position_embeddings / s.high_freq_factor
-    smooth = (s.original_max_position_embeddings / wavelength - s.low_freq_factor) / (
-        s.high_freq_factor - s.low_freq_factor
-    )
-    ramp = (1 - smooth) * base / s.factor + smooth * base
-    scaled = np.where(wavelength > low, base / s.factor, np.where(wavelength < high, base, ramp))
-    return scaled.astype(np.float32)
-
-
-def _yarn_inv_freq(base: npt.NDArray[np.float32], s: YarnScaling, theta: float, dim: int) -> npt.NDArray[np.float32]:
-    def correction_dim(num_rotations: float) -> float:
-        span = s.original_max_position_embeddings / (num_rotations * 2 * math.pi)
-        return dim * math.log(span) / (2 * math.log(theta))
-
-    low, high = correction_dim(s.beta_fast), correction_dim(s.beta_slow)
-    if s.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    if low == high:
-        high += 0.001
-    interpolated = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
-    return np.asarray(base / s.factor * interpolated + base * (1 - interpolated), dtype=np.float32)
+_OWN_RELEASE = "take config.json from the model's own release"
+_MOST_EXPERT_LAYERS = 100_000  # layers times experts; the largest models have a quarter of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +37,11 @@ class GqaSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_heads", "num_kv_heads", "head_dim")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_key_value_heads is {self.num_kv_heads}; allowed: divisors of {self.num_heads} heads")
 
     @property
     def scale(self) -> float:
@@ -155,6 +61,11 @@ class MlaSpec:
     v_head_dim: int
     scale: float
     bias: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        if self.q_lora_rank is not None:
+            check_positive(self, "q_lora_rank")
 
     @property
     def qk_head_dim(self) -> int:
@@ -181,6 +92,15 @@ class MoeSpec:
     norm_topk_prob: bool = False
     routed_scaling_factor: float = 1.0
 
+    def __post_init__(self) -> None:
+        check_positive(self, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_groups")
+        check_positive(self, "topk_groups", "routed_scaling_factor")
+        if self.num_experts % self.num_groups or self.topk_groups > self.num_groups:
+            raise ValueError(f"{self.num_experts} experts do not divide into {self.num_groups} groups to choose from")
+        reachable = self.num_experts // self.num_groups * self.topk_groups
+        if self.num_experts_per_tok > reachable:
+            raise ValueError(f"num_experts_per_tok is {self.num_experts_per_tok}; allowed: up to {reachable}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
@@ -199,6 +119,14 @@ class ModelSpec:
     rope: RopeSpec
     moe: MoeSpec | None = None
 
+    def __post_init__(self) -> None:
+        check_positive(self, "num_layers", "hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps")
+        check_positive(self, "max_position_embeddings")
+        # everything downstream makes a table of all modules
+        num_expert_layers = self.num_layers * (self.moe.num_experts if self.moe else 1)
+        if num_expert_layers > _MOST_EXPERT_LAYERS:
+            raise ValueError(f"{num_expert_layers} layers times experts; allowed: up to {_MOST_EXPERT_LAYERS}")
+
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer number `layer` routes its MLP over experts."""
         return self.moe is not None and layer >= self.moe.first_k_dense
@@ -209,7 +137,7 @@ class ModelSpec:
 
         Raises:
             UnsupportedModelError: the architecture, or an option that changes the logits, is not lowered here; or a
-                required field is missing.
+                field is missing or has no sensible value; names it.
         """
         architecture = _architecture(config)
         try:
@@ -218,12 +146,12 @@ class ModelSpec:
             _refuse_unknown_options(config)
             return cls(
                 architecture=architecture,
-                num_layers=int(config["num_hidden_layers"]),
-                hidden_size=int(config["hidden_size"]),
-                intermediate_size=int(config["intermediate_size"]),
-                vocab_size=int(config["vocab_size"]),
-                rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-                max_position_embeddings=int(config["max_position_embeddings"]),
+                num_layers=_int(config, "num_hidden_layers"),
+                hidden_size=_int(config, "hidden_size"),
+                intermediate_size=_int(config, "intermediate_size"),
+                vocab_size=_int(config, "vocab_size"),
+                rms_norm_eps=_float(config, "rms_norm_eps", 1e-6),
+                max_position_embeddings=_int(config, "max_position_embeddings"),
                 tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
                 mlp_bias=bool(config.get("mlp_bias", False)),
                 attention=_mla(config, rope) if is_mla else _gqa(config, architecture),
@@ -231,14 +159,34 @@ class ModelSpec:
                 moe=_moe(config, architecture) if is_mla else None,
             )
         except KeyError as missing:
-            raise UnsupportedModelError(
-                f"config.json of {architecture} has no field {missing}", "take config.json from the model's own release"
-            ) from None
+            raise UnsupportedModelError(f"config.json of {architecture} has no field {missing}", _OWN_RELEASE) from None
+        except ValueError as error:
+            raise UnsupportedModelError(f"config.json of {architecture}: {error}", _OWN_RELEASE) from None
+
+
+def _float(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A number; where it is missing or null, the default, and without one KeyError."""
+    value = config.get(key)
+    if value is None:
+        if default is None:
+            raise KeyError(key)
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{key} is {value!r}, a number is needed")
+    return float(value)
+
+
+def _int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A whole number; as `_float`."""
+    number = _float(config, key, default)
+    if number != int(number):
+        raise ValueError(f"{key} is {number!r}, a whole number is needed")
+    return int(number)
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
-    names = config.get("architectures") or []
-    name = names[0] if names else "(none named)"
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else names or "(none named)"
     if name not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"unknown architecture {name!r} in config.json", f"supported: {', '.join(ARCHITECTURES)}"
@@ -260,29 +208,30 @@ def _refuse_unknown_options(config: Mapping[str, Any]) -> None:
 def _rope(config: Mapping[str, Any], *, is_mla: bool) -> RopeSpec:
     # transformers 5 writes `rope_parameters`; earlier releases `rope_theta` and `rope_scaling`
     raw = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(raw.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    if float(raw.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"its rope parameters are {raw!r}, an object is needed")
+    theta = _float(raw, "rope_theta", _float(config, "rope_theta", 10000.0))
+    if _float(raw, "partial_rotary_factor", _float(config, "partial_rotary_factor", 1.0)) != 1.0:
         raise UnsupportedModelError("partial_rotary_factor other than 1 is not supported", "use another model")
     if is_mla:
-        dim, interleaved = int(config["qk_rope_head_dim"]), bool(config.get("rope_interleave", True))
+        dim, interleaved = _int(config, "qk_rope_head_dim"), bool(config.get("rope_interleave", True))
     else:
         dim, interleaved = _head_dim(config), False
     kind = raw.get("rope_type") or raw.get("type") or "default"
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None
-    original = raw.get("original_max_position_embeddings") or config.get("max_position_embeddings")
     if kind in ("default", "mrope"):
         scaling = None
     elif kind == "linear":
-        scaling = LinearScaling(factor=float(raw["factor"]))
+        scaling = LinearScaling(factor=_float(raw, "factor"))
     elif kind == "llama3":
         scaling = Llama3Scaling(
-            factor=float(raw["factor"]),
-            low_freq_factor=float(raw["low_freq_factor"]),
-            high_freq_factor=float(raw["high_freq_factor"]),
-            original_max_position_embeddings=int(raw["original_max_position_embeddings"]),
+            factor=_float(raw, "factor"),
+            low_freq_factor=_float(raw, "low_freq_factor"),
+            high_freq_factor=_float(raw, "high_freq_factor"),
+            original_max_position_embeddings=_int(raw, "original_max_position_embeddings"),
         )
     elif kind == "yarn":
-        scaling = _yarn(raw, int(original or 0), int(config["max_position_embeddings"]))
+        scaling = _yarn(raw, _int(config, "max_position_embeddings"))
     else:
         raise UnsupportedModelError(
             f"rope scaling {kind!r} is not supported", "supported: default, linear, llama3, yarn"
@@ -290,30 +239,35 @@ def _rope(config: Mapping[str, Any], *, is_mla: bool) -> RopeSpec:
     return RopeSpec(theta=theta, dim=dim, interleaved=interleaved, scaling=scaling)
 
 
-def _yarn(raw: Mapping[str, Any], original: int, max_positions: int) -> YarnScaling:
-    factor = raw.get("factor")
+def _yarn(raw: Mapping[str, Any], max_positions: int) -> YarnScaling:
+    def optional(key: str) -> float | None:
+        return None if raw.get(key) is None else _float(raw, key)
+
+    original = _int(raw, "original_max_position_embeddings", max_positions)
     return YarnScaling(
-        factor=float(factor) if factor is not None else max_positions / original,
+        factor=_float(raw, "factor", max_positions / max(1, original)),
         original_max_position_embeddings=original,
-        beta_fast=float(raw.get("beta_fast") or 32.0),
-        beta_slow=float(raw.get("beta_slow") or 1.0),
+        beta_fast=_float(raw, "beta_fast", 32.0),
+        beta_slow=_float(raw, "beta_slow", 1.0),
         truncate=bool(raw.get("truncate", True)),
-        mscale=raw.get("mscale"),
-        mscale_all_dim=raw.get("mscale_all_dim"),
-        attention_factor=raw.get("attention_factor"),
+        mscale=optional("mscale"),
+        mscale_all_dim=optional("mscale_all_dim"),
+        attention_factor=optional("attention_factor"),
     )
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:
-    return int(config.get("head_dim") or int(config["hidden_size"]) // int(config["num_attention_heads"]))
+    if config.get("head_dim") is not None:
+        return _int(config, "head_dim")
+    return _int(config, "hidden_size") // max(1, _int(config, "num_attention_heads"))
 
 
 def _gqa(config: Mapping[str, Any], architecture: str) -> GqaSpec:
-    num_heads = int(config["num_attention_heads"])
+    num_heads = _int(config, "num_attention_heads")
     bias = bool(config.get("attention_bias", False))
     return GqaSpec(
         num_heads=num_heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+        num_kv_heads=_int(config, "num_key_value_heads", num_heads),
         head_dim=_head_dim(config),
         qkv_bias=True if architecture == "Qwen2ForCausalLM" else bias,
         o_bias=False if architecture == "Qwen2ForCausalLM" else bias,
@@ -322,47 +276,49 @@ def _gqa(config: Mapping[str, Any], architecture: str) -> GqaSpec:
 
 
 def _mla(config: Mapping[str, Any], rope: RopeSpec) -> MlaSpec:
-    nope, rope_dim = int(config["qk_nope_head_dim"]), int(config["qk_rope_head_dim"])
-    scale = float((nope + rope_dim) ** -0.5)
+    nope, rope_dim = _int(config, "qk_nope_head_dim"), _int(config, "qk_rope_head_dim")
+    scale = max(1, nope + rope_dim) ** -0.5
     if isinstance(rope.scaling, YarnScaling) and rope.scaling.mscale_all_dim:
         scale *= yarn_mscale(rope.scaling.factor, rope.scaling.mscale_all_dim) ** 2
-    q_lora_rank = config.get("q_lora_rank")
     return MlaSpec(
-        num_heads=int(config["num_attention_heads"]),
-        q_lora_rank=int(q_lora_rank) if q_lora_rank else None,
-        kv_lora_rank=int(config["kv_lora_rank"]),
+        num_heads=_int(config, "num_attention_heads"),
+        q_lora_rank=_int(config, "q_lora_rank") if config.get("q_lora_rank") else None,
+        kv_lora_rank=_int(config, "kv_lora_rank"),
         qk_nope_head_dim=nope,
         qk_rope_head_dim=rope_dim,
-        v_head_dim=int(config["v_head_dim"]),
+        v_head_dim=_int(config, "v_head_dim"),
         scale=scale,
         bias=bool(config.get("attention_bias", False)),
     )
 
 
 def _moe(config: Mapping[str, Any], architecture: str) -> MoeSpec | None:
-    num_experts = config.get("n_routed_experts")
-    if not num_experts:
+    if not config.get("n_routed_experts"):
         return None
     is_v3 = architecture == "DeepseekV3ForCausalLM"
-    if int(config.get("moe_layer_freq", 1)) != 1:
+    if _int(config, "moe_layer_freq", 1) != 1:
         raise UnsupportedModelError(f"moe_layer_freq {config['moe_layer_freq']} is not supported", "only 1 is")
     norm_topk_prob = bool(config.get("norm_topk_prob", is_v3))
     if norm_topk_prob and not is_v3:
         raise UnsupportedModelError("norm_topk_prob is not supported with DeepSeek-V2's router", "only false is")
     method = config.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
-    if method not in ({"noaux_tc"} if is_v3 else {"greedy", "group_limited_greedy"}):
+    if method not in (("noaux_tc",) if is_v3 else ("greedy", "group_limited_greedy")):
         raise UnsupportedModelError(f"topk_method {method!r} is not supported for {architecture}", "use another model")
+    scoring: Literal["softmax", "sigmoid"] = "sigmoid" if is_v3 else "softmax"
+    if config.get("scoring_func", scoring) != scoring:
+        raise UnsupportedModelError(
+            f"scoring_func {config['scoring_func']!r} is not supported for {architecture}", f"only {scoring!r} is"
+        )
     grouped = method != "greedy"
-    num_groups = int(config.get("n_group") or 1) if grouped else 1
     return MoeSpec(
-        num_experts=int(num_experts),
-        num_experts_per_tok=int(config["num_experts_per_tok"]),
-        num_shared_experts=int(config.get("n_shared_experts") or 0),
-        moe_intermediate_size=int(config["moe_intermediate_size"]),
-        first_k_dense=int(config.get("first_k_dense_replace", 0)),
-        scoring="sigmoid" if is_v3 else "softmax",
-        num_groups=num_groups,
-        topk_groups=int(config.get("topk_group") or 1) if grouped else 1,
+        num_experts=_int(config, "n_routed_experts"),
+        num_experts_per_tok=_int(config, "num_experts_per_tok"),
+        num_shared_experts=_int(config, "n_shared_experts", 0),
+        moe_intermediate_size=_int(config, "moe_intermediate_size"),
+        first_k_dense=_int(config, "first_k_dense_replace", 0),
+        scoring=scoring,
+        num_groups=_int(config, "n_group", 1) if grouped else 1,
+        topk_groups=_int(config, "topk_group", 1) if grouped else 1,
         norm_topk_prob=norm_topk_prob,
-        routed_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
+        routed_scaling_factor=_float(config, "routed_scaling_factor", 1.0),
     )

@@ -47,7 +47,8 @@ class Tokenizer:
     tokenizer's own; `adds_bos` says whether `encode` begins text with a BOS; `vocab_size` is the largest id plus one.
 
     Raises:
-        TokenizerError: the file is not a byte-level tokenizer, or a special token is not in its vocabulary.
+        TokenizerError: the file is not a byte-level tokenizer, a special token is not in its vocabulary, or what ends
+            a text is no token id.
     """
 
     def __init__(self, files: TokenizerFiles, generation_config: Mapping[str, Any]) -> None:
@@ -62,6 +63,11 @@ class Tokenizer:
         eos = generation_config.get("eos_token_id")
         named = self._special_id(files.special_tokens, "eos_token")
         ids = [*(eos if isinstance(eos, list) else [eos]), named]
+        if not all(i is None or type(i) is int for i in ids):
+            raise TokenizerError(
+                f"eos_token_id is {eos!r}; it is a token id, or a list of them",
+                "take generation_config.json from the model's own release",
+            )
         self.eos_token_ids = tuple(dict.fromkeys(i for i in ids if i is not None))
         self.adds_bos = self.bos_token_id is not None and (
             files.add_bos if files.add_bos is not None else self._tokenizer.encode("a").ids[:1] == [self.bos_token_id]
