@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import numpy as np
 from harness.build.source import FloatArray
 from harness.recipe import linear_shapes
 from harness.spec import GqaSpec, ModelSpec
+from harness.tokenizer import TokenizerFiles
 
 R1_DISTILL_QWEN_1_5B: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -34,10 +37,24 @@ R1_DISTILL_QWEN_7B: dict[str, Any] = R1_DISTILL_QWEN_1_5B | {
 
 
 class RandomSource:
-    """The part of a `WeightSource` that lowering reads, for GQA models; equal names give equal values."""
+    """A `WeightSource` of a GQA model without weights; equal names give equal values.
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    Args:
+        name: of the model.
+        config: its `config.json`.
+        tokenizer_path: any tokenizer.json whose ids lie in the model's vocabulary; speed does not depend on it.
+    """
+
+    def __init__(self, name: str, config: dict[str, Any], tokenizer_path: Path) -> None:
+        self.name = name
         self.config = config
+        self.generation_config: dict[str, Any] = {}
+        self.tokenizer = TokenizerFiles(
+            tokenizer_json=tokenizer_path.read_bytes(),
+            chat_template=None,
+            special_tokens={"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"},
+            add_bos=None,
+        )
         self.spec = ModelSpec.from_hf_config(config)
         assert isinstance(self.spec.attention, GqaSpec)
         self._noise = np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32)
@@ -69,6 +86,10 @@ class RandomSource:
             return np.ones(shape, np.float32) if name.endswith("norm.weight") else self._stretch(name, 0, shape)
         start, stop, _ = (rows or slice(None)).indices(shape[0])
         return self._stretch(name, start, (stop - start, shape[1])) * np.float32(shape[1] ** -0.5)
+
+    def fingerprint(self) -> str:
+        """Hash of the config, which decides the values."""
+        return hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()
 
     def _stretch(self, name: str, row: int, shape: tuple[int, ...]) -> FloatArray:
         seed = int.from_bytes(hashlib.sha256(f"{name}:{row}".encode()).digest()[:4], "little")
