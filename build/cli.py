@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import sys
@@ -93,7 +94,8 @@ def build(
         progress.update(task, visible=not built.reused)
     console.print(f"{'found' if built.reused else 'built'} for {target.name}; serve it with:")
     console.print(f"  harness-run server --engine {shlex.quote(str(built.engine_dir))}", soft_wrap=True)
-    print(built.engine_dir)
+    sys.stdout.flush()
+    sys.stdout.buffer.write(os.fsencode(built.engine_dir) + b"\n")  # exact, whatever the terminal's encoding
 
 
 @app.command()

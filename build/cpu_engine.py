@@ -83,7 +83,7 @@ def build_cpu_engine(
     num_bytes = sum(weights_by_precision(spec, resolved).values())
     try:
         with staged(engine_dir) as stage:
-            check_free_space(stage, int(num_bytes * _DISK_FACTOR))
+            check_free_space(stage.parent, int(num_bytes * _DISK_FACTOR))
             _write_model(source, resolved, stage, on_layer)
             tokenizer.save(stage)
             manifest = EngineManifest(
@@ -124,7 +124,7 @@ def _write_model(
         try:
             ov.save_model(model, stage / "model.xml", compress_to_fp16=False)
         except RuntimeError as error:
-            raise BuildError(f"OpenVINO cannot write the model: {error}", "is the disk full?") from None
+            raise OSError(errno.ENOSPC, f"OpenVINO cannot write the model: {error}") from None
     _check_saved(stage)
 
 

@@ -225,12 +225,15 @@ class GgufSource:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }
-        try:
-            scaled = RopeSpec(theta=theta, dim=head_dim, scaling=Llama3Scaling(**guess)).inv_freq()
+        fits = 2 * len(factors) == head_dim  # first: a broken file may say anything of head_dim
+        if fits:
+            try:
+                scaled = RopeSpec(theta=theta, dim=head_dim, scaling=Llama3Scaling(**guess)).inv_freq()
+            except ValueError as error:
+                raise SourceError(f"{self._file.path}: {error}", "download the file again, or use another") from None
             expected = RopeSpec(theta=theta, dim=head_dim).inv_freq() / scaled
-        except ValueError as error:
-            raise SourceError(f"{self._file.path}: {error}", "download the file again, or use another one") from None
-        if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
+            fits = np.allclose(factors, expected, rtol=1e-4)
+        if not fits:
             raise UnsupportedModelError(
                 f"{self._file.path}: its rotary factors ({_ROPE_FACTORS}) are not those of Llama 3",
                 "use the model's Hugging Face folder",

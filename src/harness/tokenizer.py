@@ -101,7 +101,12 @@ class Tokenizer:
             raise TokenizerError(
                 f"the tokenizer of {engine_dir} cannot be read: {error}", "copy the engine again, or rebuild it"
             ) from None
-        return cls(files, generation_config)
+        try:
+            return cls(files, generation_config)
+        except TokenizerError as error:
+            raise TokenizerError(
+                f"the tokenizer of {engine_dir}: {error.message}", "copy the engine again, or rebuild it"
+            ) from None
 
     def save(self, engine_dir: Path) -> None:
         """Write tokenizer, chat template, special tokens and generation config into an engine folder."""
