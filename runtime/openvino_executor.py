@@ -19,7 +19,7 @@ import openvino as ov
 
 from harness.errors import CapacityError, EngineError
 from harness.manifest import EngineManifest
-from harness.runtime.exact import ExactSteps, find_row_window
+from harness.runtime.deterministic import DeterministicSteps, find_row_window
 from harness.runtime.executor import ScheduledSequence, SchedulerOutput, StepOutput
 from harness.runtime.paged_graph import LOGIT_INDICES, to_paged
 
@@ -29,7 +29,7 @@ class OpenVinoExecutor:
 
     Args:
         engine_dir: folder of the engine; its files are taken as verified.
-        deterministic: exact mode (f32 execution and KV) instead of the fast one.
+        deterministic: f32 execution and KV, and equal bits whatever is computed beside.
         kv_cache_bytes: memory for KV blocks; as many whole blocks as fit.
         num_threads: inference threads, pinned to cores.
 
@@ -61,9 +61,10 @@ class OpenVinoExecutor:
         self._vocab_size = manifest.model.vocab_size
         self._kv_memory: list[npt.NDArray[np.uint8]] = []  # OpenVINO's tensors do not keep it alive
         self._num_blocks = self._allocate_kv(kv_cache_bytes)
-        self._exact: ExactSteps | None = None
+        self._steps: DeterministicSteps | None = None
         if deterministic:
-            self._exact = ExactSteps(self._num_blocks, find_row_window(self._compute, self._vocab_size))
+            window = find_row_window(self._compute, vocab_size=self._vocab_size, num_blocks=self._num_blocks)
+            self._steps = DeterministicSteps(self._num_blocks, window)
 
     def _allocate_kv(self, kv_cache_bytes: int) -> int:
         caches = [i for i in self._compiled.inputs if i.get_any_name().startswith(("key_cache.", "value_cache."))]
@@ -101,9 +102,9 @@ class OpenVinoExecutor:
         """Compute one step and write its KV into the blocks named; see `Executor.execute`."""
         _check_range("token id", (t for s in scheduled.sequences for t in s.token_ids), self._vocab_size)
         _check_range("KV block", (b for s in scheduled.sequences for b in s.block_table), self._num_blocks)
-        if self._exact is None:
+        if self._steps is None:
             return StepOutput(logits=self._compute(scheduled.sequences))
-        rows = [self._compute(call).copy() for call in self._exact.calls(scheduled.sequences)]
+        rows = [self._compute(call).copy() for call in self._steps.calls(scheduled.sequences)]
         return StepOutput(logits=np.concatenate(rows))
 
     def _compute(self, sequences: Sequence[ScheduledSequence]) -> npt.NDArray[np.float32]:
@@ -114,8 +115,8 @@ class OpenVinoExecutor:
         positions = [np.arange(p, p + n, dtype=np.int64) for p, n in zip(pasts, lengths, strict=True)]
         indices = [start + p for start, s in zip(starts, sequences, strict=False) for p in s.logit_positions]
         num_logits = len(indices)
-        if self._exact is not None:
-            indices = self._exact.fill_logit_rows(indices)
+        if self._steps is not None:
+            indices = self._steps.fill_logit_rows(indices)
         self._set("input_ids", np.array([t for s in sequences for t in s.token_ids], np.int64))
         self._set("position_ids", np.concatenate(positions))
         self._set("past_lens", np.array(pasts, np.int32))

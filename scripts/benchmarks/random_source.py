@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from harness.build.source import FloatArray
-from harness.recipe import linear_shapes
-from harness.spec import GqaSpec, ModelSpec
+from harness.build.weight_check import expected_shapes
+from harness.spec import ModelSpec
 from harness.tokenizer import TokenizerFiles
 
 R1_DISTILL_QWEN_1_5B: dict[str, Any] = {
@@ -37,7 +37,7 @@ R1_DISTILL_QWEN_7B: dict[str, Any] = R1_DISTILL_QWEN_1_5B | {
 
 
 class RandomSource:
-    """A `WeightSource` of a GQA model without weights; equal names give equal values.
+    """A `WeightSource` without weights; equal names give equal values.
 
     Args:
         name: of the model.
@@ -56,20 +56,8 @@ class RandomSource:
             add_bos=None,
         )
         self.spec = ModelSpec.from_hf_config(config)
-        assert isinstance(self.spec.attention, GqaSpec)
         self._noise = np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32)
-        self._shapes: dict[str, tuple[int, ...]] = {
-            f"{name}.weight": shape for name, shape in linear_shapes(self.spec).items()
-        }
-        hidden = (self.spec.hidden_size,)
-        for layer in range(self.spec.num_layers):
-            prefix = f"model.layers.{layer}"
-            self._shapes |= {f"{prefix}.{n}_layernorm.weight": hidden for n in ("input", "post_attention")}
-            if self.spec.attention.qkv_bias:
-                for n in ("q_proj", "k_proj", "v_proj"):
-                    module = f"{prefix}.self_attn.{n}"
-                    self._shapes[f"{module}.bias"] = self._shapes[f"{module}.weight"][:1]
-        self._shapes["model.norm.weight"] = hidden
+        self._shapes = expected_shapes(self.spec)
 
     def names(self) -> frozenset[str]:
         """All tensor names."""

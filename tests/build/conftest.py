@@ -1,4 +1,4 @@
-"""Fixtures that make small models on disk, build them and run them in exact mode."""
+"""Fixtures that make small models on disk, build them and run them in deterministic mode."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def save_random_model(
 
 @pytest.fixture
 def engine_logits(tmp_path: Path) -> Callable[..., Logits]:
-    """Builds a folder for `cpu` and returns its logits of all positions, exact mode, computed in chunks."""
+    """Builds a folder for `cpu` and returns its logits of all positions, deterministic mode, computed in chunks."""
 
     def run(
         folder: Path, token_ids: list[int], *, precision: str = "f16", chunk: int = 128, name: str = "engine"

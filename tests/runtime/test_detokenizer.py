@@ -16,13 +16,13 @@ TEXT = "Hello, 你好世界！🙂👩‍💻🇨🇳 naïve\n\tend "
 
 @pytest.fixture(scope="module")
 def bytewise(make_tokenizer: Callable[..., TokenizerFiles]) -> Tokenizer:
-    return Tokenizer.from_files(make_tokenizer(), generation_config={})
+    return Tokenizer(make_tokenizer(), generation_config={})
 
 
 @pytest.fixture(scope="module")
 def deepseek(deepseek_tokenizer_path: Path) -> Tokenizer:
     files = TokenizerFiles(tokenizer_json=deepseek_tokenizer_path.read_bytes(), chat_template=None, special_tokens={})
-    return Tokenizer.from_files(files, generation_config={})
+    return Tokenizer(files, generation_config={})
 
 
 def deltas(tokenizer: Tokenizer, ids: list[int], **options: bool) -> list[str]:

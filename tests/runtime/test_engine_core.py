@@ -60,7 +60,7 @@ class ToyModel:
             self.fail_next = False
             raise EngineError("the device was lost")
         self.first_request_id = scheduled.sequences[0].request_id
-        self.max_tokens_in_step = max(self.max_tokens_in_step, scheduled.num_scheduled_tokens)
+        self.max_tokens_in_step = max(self.max_tokens_in_step, sum(len(part.token_ids) for part in scheduled.sequences))
         written: list[int] = []
         rows = []
         for part in scheduled.sequences:

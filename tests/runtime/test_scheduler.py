@@ -292,6 +292,13 @@ def test_bad_prompts_are_refused_and_leave_nothing(prompt: list[int], code: str,
     assert run_to_end(scheduler)[-1].finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("token_id", [-5, VOCAB])
+def test_a_stop_token_that_can_never_come_is_refused(token_id: int) -> None:
+    with pytest.raises(RequestError, match=f"token id {token_id} is not in the vocabulary") as refused:
+        make_scheduler().add(make_request("a", [1], stop_token_ids=(3, token_id)))
+    assert (refused.value.param, refused.value.code) == ("stop_token_ids", "invalid_token_id")
+
+
 def test_a_prompt_that_the_pool_can_never_hold_is_refused() -> None:
     scheduler = make_scheduler(num_blocks=2)
     with pytest.raises(RequestError, match="the prompt has 64 tokens"):

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from fastapi.exceptions import RequestValidationError
 
 from harness.errors import EngineDeadError, OverloadedError, RequestError
 from harness.runtime.request import FinishReason, Request, TokenChunk
@@ -117,6 +118,10 @@ def test_values_that_ask_for_nothing_are_accepted(plain_server: Any) -> None:
         ({"messages": []}, "messages", "invalid_value"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "invalid_value"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "invalid_value"),
+        ({"messages": [{"role": "user", "content": "x", "no_such": 1}]}, "messages.0.no_such", "unknown_field"),
+        ({"stream": True, "stream_options": {"no_such": 1}}, "stream_options.no_such", "unknown_field"),
+        ({"stop_token_ids": [-5]}, "stop_token_ids.0", "invalid_value"),
+        ({"stop_token_ids": [1, 10**12]}, "stop_token_ids.1", "invalid_value"),
         ({"seed": 2**80}, "seed", None),
     ],
 )
@@ -153,10 +158,47 @@ def test_prompts_that_are_not_one_prompt_are_refused(plain_server: Any, prompt: 
         ([1, "a"], "prompt.1"),
         (5, "prompt"),
         ([[1, None]], "prompt.0.1"),
+        ([-1], "prompt.0"),
+        ([1, 2**70], "prompt.1"),
+        ([[2**31]], "prompt.0.0"),
     ],
 )
 def test_an_error_names_the_field_as_the_client_wrote_it(plain_server: Any, prompt: Any, param: str) -> None:
-    assert plain_server.complete(prompt=prompt).json()["error"]["param"] == param
+    response = plain_server.complete(prompt=prompt, echo=True)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+_MANY = 100_000
+_MANY_FIELDS = {f"field{n}": 1 for n in range(_MANY)}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [1] + ["a"] * _MANY}),
+        ("/v1/completions", {"prompt": [[1] + ["a"] * _MANY]}),
+        ("/v1/completions", {"prompt": "x", "stop": [1] * _MANY}),
+        ("/v1/completions", {"prompt": "x", "stop_token_ids": ["a"] * _MANY}),
+        ("/v1/completions", {"prompt": "x", **_MANY_FIELDS}),
+        ("/v1/chat/completions", {"messages": [1] * _MANY}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [1] * _MANY}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", **_MANY_FIELDS}]}),
+    ],
+)
+def test_of_many_faults_one_is_described(
+    plain_server: Any, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    counts = []
+    created = RequestValidationError.__init__
+
+    def counting(self: RequestValidationError, errors: Any, **rest: Any) -> None:
+        counts.append(len(errors))
+        created(self, errors, **rest)
+
+    monkeypatch.setattr(RequestValidationError, "__init__", counting)
+    response = plain_server.client.post(path, json={"model": "scripted", **body})
+    assert response.status_code == 400
+    assert counts == [1]
 
 
 def test_content_parts_of_text_are_joined_and_others_refused(plain_server: Any, byte_tokenizer: Any) -> None:

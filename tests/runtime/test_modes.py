@@ -6,6 +6,7 @@ what was measured (see docs/modes.md).
 
 from __future__ import annotations
 
+import heapq
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +19,9 @@ import transformers
 
 from harness.build.open_source import open_source
 from harness.manifest import read_manifest
+from harness.runtime.block_pool import num_blocks_for
 from harness.runtime.engine_core import EngineCore
-from harness.runtime.executor import SchedulerOutput, StepOutput
+from harness.runtime.executor import TOKENS_PER_BLOCK, ScheduledSequence, SchedulerOutput, StepOutput
 from harness.runtime.openvino_executor import OpenVinoExecutor
 from harness.runtime.request import FinishReason, Request, SamplingParams
 from harness.runtime.scheduler import SchedulerConfig
@@ -214,37 +216,93 @@ def test_preempted_equals_undisturbed(exact: OpenVinoExecutor, tokenizer: Tokeni
     assert _same(undisturbed, preempted)
 
 
-def test_fast_mode_moves_logits_within_the_stated_bound(
-    fast: OpenVinoExecutor, requests: list[Request], exact: OpenVinoExecutor
+# Fast mode: what was measured with scripts/bench modes is a mean KL of 0.012 whole and 0.018 token by token.
+_FAST_MEAN_KL = 0.05
+_FAST_MAX_KL = 0.5
+
+
+@pytest.fixture(scope="module")
+def text(tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode(Path(heapq.__file__).read_text())[:192]
+
+
+def _forced(executor: OpenVinoExecutor, text: list[int], chunk: int, *, beside: int = 0) -> Logits:
+    """Logits of every position of a given text, computed in chunks, beside rows of other sequences."""
+    rows = []
+    for start in range(0, len(text), chunk):
+        tokens = text[start : start + chunk]
+        parts = [
+            ScheduledSequence(
+                request_id=str(number),
+                token_ids=tokens,
+                num_computed_tokens=start,
+                block_table=list(range(8 * number, 8 * number + num_blocks_for(start + len(tokens)))),
+                logit_positions=[] if number else list(range(len(tokens))),
+            )
+            for number in range(beside + 1)
+        ]
+        rows.append(executor.execute(SchedulerOutput(sequences=parts)).logits.copy())
+    return np.concatenate(rows)
+
+
+def _divergence(reference: Logits, seen: Logits) -> Logits:
+    """KL divergence of each row, in nats."""
+
+    def log_softmax(logits: Logits) -> Logits:
+        shifted = logits - logits.max(axis=1, keepdims=True)
+        return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+    p, q = log_softmax(reference), log_softmax(seen)
+    divergence: Logits = (np.exp(p) * (p - q)).sum(axis=1)
+    return divergence
+
+
+@pytest.mark.parametrize(
+    ("chunk", "beside"),
+    [(192, 0), (64, 0), (7, 0), (1, 0), (1, 5)],
+    ids=["whole", "chunked in blocks", "chunked inside blocks", "token by token", "batched"],
+)
+def test_fast_mode_stays_near_deterministic_mode(
+    chunk: int, beside: int, fast: OpenVinoExecutor, exact: OpenVinoExecutor, text: list[int]
 ) -> None:
-    forced = [r for r in requests if r.sampling.temperature == 0.0]
-    single = Outcome()
-    for request in forced:
-        single.logits |= _run(fast, [request]).logits
-    first = {key: row for key, row in single.logits.items() if key[1] == len(_by_id(forced, key[0])) - 1}
-    for limits in ({}, {"max_num_batched_tokens": 64, "max_num_seqs": 12}):
-        seen = _run(fast, forced, **limits)
-        # the logits of the prompt's last token: both runs have seen the same tokens
-        moved = max(float(np.abs(row - seen.logits[key]).max()) for key, row in first.items())
-        assert moved < 1.5
-    exact_rows = _run(exact, forced).logits
-    cosine = [
-        float(np.dot(row, exact_rows[k]) / np.linalg.norm(row) / np.linalg.norm(exact_rows[k]))
-        for k, row in first.items()
-    ]
-    assert min(cosine) > 0.99
+    divergence = _divergence(_forced(exact, text, len(text)), _forced(fast, text, chunk, beside=beside))
+    assert divergence.mean() < _FAST_MEAN_KL
+    assert divergence.max() < _FAST_MAX_KL
 
 
-def _by_id(requests: list[Request], request_id: str) -> list[int]:
-    return next(r.prompt_token_ids for r in requests if r.request_id == request_id)
+def test_fast_mode_reads_its_8_bit_cache_back(
+    fast: OpenVinoExecutor, exact: OpenVinoExecutor, tokenizer: Tokenizer
+) -> None:
+    """Many equal queries at once, over blocks that an earlier one left, and with too few blocks for all of them."""
+    prompt = tokenizer.encode_chat([{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _QUESTIONS[0]}])
+    sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    requests = [Request(request_id=str(n), prompt_token_ids=prompt, sampling=sampling) for n in range(24)]
+    last = len(prompt) - 1
+    reference = _run(exact, requests[:1]).logits["0", last]
+    recording = RecordingExecutor(fast, num_blocks=16)
+    core = EngineCore(recording, SchedulerConfig(max_model_len=256))
+    _drain(core, requests[0])
+    outcome = Outcome()
+    for request in requests[1:]:
+        core.add_request(request)
+        outcome.tokens[request.request_id] = []
+    while core.has_work:
+        for chunk in core.step():
+            outcome.tokens[chunk.request_id] += chunk.token_ids
+            outcome.cached[chunk.request_id] = chunk.num_cached_tokens
+        core.check_integrity()
+    assert {len(tokens) for tokens in outcome.tokens.values()} == {40}
+    assert set(outcome.cached.values()) == {last // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK}
+    rows = np.array([recording.rows[request.request_id, last] for request in requests])
+    assert _divergence(np.tile(reference, (len(rows), 1)), rows).max() < _FAST_MAX_KL
 
 
-def test_a_random_day_leaks_no_block(exact: OpenVinoExecutor) -> None:
+def test_a_random_day_leaks_no_block(fast: OpenVinoExecutor) -> None:
     """Requests of all lengths come, share prefixes, are cancelled and preempted, on the real executor."""
     rng = random.Random(0)
     prefixes = [[rng.randrange(10, 40000) for _ in range(length)] for length in (40, 100)]
     core = EngineCore(
-        RecordingExecutor(exact, num_blocks=12),
+        RecordingExecutor(fast, num_blocks=12),
         SchedulerConfig(max_model_len=256, max_num_batched_tokens=96, max_num_seqs=6),
     )
     running: list[str] = []

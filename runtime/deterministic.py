@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import EngineError
+from harness.runtime.block_pool import num_blocks_for
 from harness.runtime.executor import TOKENS_PER_BLOCK, ScheduledSequence
 
 Logits = npt.NDArray[np.float32]
@@ -33,42 +34,48 @@ class RowWindow:
     most: int
 
 
-def find_row_window(compute: Compute, vocab_size: int) -> RowWindow:
-    """Try growing and shrinking numbers of rows until the bits change. Uses the first KV blocks.
+def find_row_window(compute: Compute, *, vocab_size: int, num_blocks: int) -> RowWindow:
+    """Try growing and shrinking numbers of rows until the bits change. Overwrites the first KV blocks.
+
+    The reference is a text computed in pieces of 16 rows; the text computed whole must give the same bits in every row.
 
     Raises:
-        EngineError: not even equal calls give equal bits.
+        EngineError: no two numbers of rows give equal bits.
     """
 
-    def first_rows(num_rows: int) -> Logits:
-        sequence = ScheduledSequence(
+    def logits(start: int, num_rows: int) -> Logits:
+        end = start + num_rows
+        part = ScheduledSequence(
             request_id="probe",
-            token_ids=[(7919 * i + 1) % vocab_size for i in range(num_rows)],
-            num_computed_tokens=0,
-            block_table=list(range(-(-num_rows // TOKENS_PER_BLOCK))),
+            token_ids=[(7919 * i + 1) % vocab_size for i in range(start, end)],
+            num_computed_tokens=start,
+            block_table=list(range(num_blocks_for(end))),
             logit_positions=list(range(num_rows)),
         )
-        return compute([sequence])[:_REFERENCE_ROWS].copy()
+        return compute([part]).copy()
 
-    reference = first_rows(_REFERENCE_ROWS)
+    most = min(_MORE_ROWS[-1], num_blocks * TOKENS_PER_BLOCK)
+    reference = np.concatenate([logits(start, _REFERENCE_ROWS) for start in range(0, most, _REFERENCE_ROWS)])
 
     def last_equal(counts: Sequence[int]) -> int:
         last = _REFERENCE_ROWS
         for count in counts:
-            if not np.array_equal(first_rows(count), reference[:count]):
+            if not np.array_equal(logits(0, count), reference[:count]):
                 break
             last = count
         return last
 
-    if not np.array_equal(first_rows(_REFERENCE_ROWS), reference):
+    is_repeatable = np.array_equal(logits(0, _REFERENCE_ROWS), reference[:_REFERENCE_ROWS])
+    window = RowWindow(least=last_equal(_FEWER_ROWS), most=last_equal([count for count in _MORE_ROWS if count <= most]))
+    if not is_repeatable or window.most == window.least:
         raise EngineError(
-            "this machine does not compute equal logits twice, so deterministic mode cannot be had",
+            "this machine computes other logits for every number of rows: deterministic mode cannot be had on it",
             "run without --deterministic",
         )
-    return RowWindow(least=last_equal(_FEWER_ROWS), most=last_equal(_MORE_ROWS))
+    return window
 
 
-class ExactSteps:
+class DeterministicSteps:
     """Turns a step into calls of the model inside a row window. Remembers which token each KV slot was computed from.
 
     Args:
@@ -97,7 +104,7 @@ class ExactSteps:
                 num_rows += len(piece.token_ids)
                 done += count
         for call in calls:
-            filler = replace(call[0], logit_positions=[])
+            filler = replace(_piece(call[0], 0, 2), logit_positions=[])
             while sum(len(piece.token_ids) for piece in call) < self._window.least:
                 call.append(filler)
         return calls
@@ -137,6 +144,6 @@ def _piece(sequence: ScheduledSequence, done: int, count: int) -> ScheduledSeque
         sequence,
         token_ids=sequence.token_ids[done : done + count],
         num_computed_tokens=start,
-        block_table=sequence.block_table[: -(-(start + count) // TOKENS_PER_BLOCK)],
+        block_table=sequence.block_table[: num_blocks_for(start + count)],
         logit_positions=[p - done for p in sequence.logit_positions if done <= p < done + count],
     )

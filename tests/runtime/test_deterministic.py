@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from harness.errors import EngineError
-from harness.runtime.exact import ExactSteps, RowWindow, find_row_window
+from harness.runtime.deterministic import Compute, DeterministicSteps, RowWindow, find_row_window
 from harness.runtime.executor import TOKENS_PER_BLOCK, ScheduledSequence
 
 Logits = npt.NDArray[np.float32]
@@ -26,48 +26,63 @@ def _sequence(start: int, num_tokens: int, first_block: int = 0, logits: list[in
     )
 
 
-def _kernel(boundaries: tuple[int, ...]) -> tuple[list[int], object]:
+def _kernel(*boundaries: int) -> Compute:
     """A fake model whose bits change where the number of rows crosses a boundary."""
-    seen: list[int] = []
 
     def compute(sequences: list[ScheduledSequence]) -> Logits:
         num_rows = sum(len(s.token_ids) for s in sequences)
-        seen.append(num_rows)
-        kind = sum(num_rows >= boundary for boundary in boundaries)
-        return np.full((num_rows, 2), kind, np.float32)
+        return np.full((num_rows, 2), sum(num_rows >= boundary for boundary in boundaries), np.float32)
 
-    return seen, compute
+    return compute
 
 
 @pytest.mark.parametrize(
-    ("boundaries", "window"),
+    ("boundaries", "num_blocks", "window"),
     [
-        ((), RowWindow(least=2, most=64)),
-        ((2,), RowWindow(least=2, most=64)),
-        ((5, 80), RowWindow(least=6, most=64)),
-        ((13, 33), RowWindow(least=16, most=32)),
+        ((), 8, RowWindow(least=2, most=64)),
+        ((2,), 8, RowWindow(least=2, most=64)),
+        ((5, 80), 8, RowWindow(least=6, most=64)),
+        ((13, 33), 8, RowWindow(least=16, most=32)),
+        ((), 1, RowWindow(least=2, most=32)),
     ],
 )
-def test_window_ends_where_bits_change(boundaries: tuple[int, ...], window: RowWindow) -> None:
-    _, compute = _kernel(boundaries)
-    assert find_row_window(compute, vocab_size=50) == window  # type: ignore[arg-type]
+def test_window_ends_where_bits_change(boundaries: tuple[int, ...], num_blocks: int, window: RowWindow) -> None:
+    assert find_row_window(_kernel(*boundaries), vocab_size=50, num_blocks=num_blocks) == window
 
 
-def test_a_machine_without_equal_bits_is_refused() -> None:
+def test_a_change_in_the_last_rows_alone_is_noticed() -> None:
+    def compute(sequences: list[ScheduledSequence]) -> Logits:
+        num_rows = sum(len(s.token_ids) for s in sequences)
+        rows = np.zeros((num_rows, 2), np.float32)
+        rows[32:] = 1  # a kernel for what remains after blocks of 32
+        return rows
+
+    assert find_row_window(compute, vocab_size=50, num_blocks=8).most == 32
+
+
+@pytest.mark.parametrize("boundaries", [(13, 17), (12, 14, 16, 17)])
+def test_a_machine_without_a_window_is_refused(boundaries: tuple[int, ...]) -> None:
+    with pytest.raises(EngineError, match="deterministic"):
+        find_row_window(_kernel(*boundaries), vocab_size=50, num_blocks=8)
+
+
+def test_a_machine_that_never_repeats_itself_is_refused() -> None:
     calls = iter(range(100))
     with pytest.raises(EngineError, match="deterministic"):
-        find_row_window(lambda s: np.full((len(s[0].token_ids), 2), next(calls), np.float32), vocab_size=50)
+        find_row_window(
+            lambda s: np.full((len(s[0].token_ids), 2), next(calls), np.float32), vocab_size=50, num_blocks=8
+        )
 
 
 def test_a_lone_token_is_computed_with_the_one_before_it() -> None:
-    steps = ExactSteps(8, RowWindow(least=2, most=64))
+    steps = DeterministicSteps(8, RowWindow(least=2, most=64))
     steps.calls([_sequence(0, 40)])
     [[piece]] = steps.calls([_sequence(40, 1)])
     assert (piece.token_ids, piece.num_computed_tokens, piece.logit_positions) == ([39, 40], 39, [1])
 
 
 def test_few_rows_are_filled_up_with_copies_without_logits() -> None:
-    steps = ExactSteps(8, RowWindow(least=6, most=64))
+    steps = DeterministicSteps(8, RowWindow(least=6, most=64))
     [call] = steps.calls([_sequence(0, 2)])
     assert [p.token_ids for p in call] == [[0, 1]] * 3
     assert [p.logit_positions for p in call] == [[1], [], []]
@@ -78,8 +93,8 @@ def test_few_rows_are_filled_up_with_copies_without_logits() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_pieces_cover_every_token_and_logit_once(seed: int) -> None:
     rng = random.Random(seed)
-    window = RowWindow(least=rng.choice([2, 6]), most=rng.choice([16, 32, 64]))
-    steps = ExactSteps(200, window)
+    window = RowWindow(least=rng.choice([2, 6, 12, 16]), most=rng.choice([17, 32, 64]))
+    steps = DeterministicSteps(200, window)
     sequences = []
     for number in range(rng.randint(1, 9)):
         start = 32 * rng.randint(0, 2)
