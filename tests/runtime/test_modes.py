@@ -307,8 +307,8 @@ def test_a_random_day_leaks_no_block(fast: OpenVinoExecutor) -> None:
     )
     running: list[str] = []
     finished = dict.fromkeys(FinishReason, 0)
-    for turn in range(220):
-        if turn < 200 and rng.random() < 0.25:
+    for turn in range(160):
+        if turn < 140 and rng.random() < 0.25:
             prompt = rng.choice([*prefixes, []]) + [rng.randrange(10, 40000) for _ in range(rng.randint(1, 50))]
             core.add_request(
                 Request(
