@@ -65,7 +65,7 @@ class SchedulerConfig:
         if self.max_num_batched_tokens < least:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; allowed: {least} or more "
-                f"({TOKENS_PER_BLOCK} for a block + max_num_seqs)"
+                f"(a token for each of {self.max_num_seqs} sequences, and one KV block)"
             )
 
 
@@ -106,7 +106,8 @@ class Scheduler:
         """Queue a request. `max_tokens` is cut to what fits beside the prompt; it then ends with LENGTH.
 
         Raises:
-            RequestError: the prompt is empty, too long, or names unknown tokens; or the id is taken.
+            RequestError: the prompt is empty or too long, it or the stop tokens are not in the vocabulary, or the id is
+                taken.
             OverloadedError: the queue is full.
         """
         self._check(request)
@@ -238,13 +239,14 @@ class Scheduler:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            unknown = next(token_id for token_id in prompt if not 0 <= token_id < self._vocab_size)
-            raise RequestError(
-                f"token id {unknown} is not in the vocabulary; allowed: 0 to {self._vocab_size - 1}",
-                param="prompt",
-                code="invalid_token_id",
-            )
+        for param, token_ids in (("prompt", prompt), ("stop_token_ids", request.sampling.stop_token_ids)):
+            unknown = next((token_id for token_id in token_ids if not 0 <= token_id < self._vocab_size), None)
+            if unknown is not None:
+                raise RequestError(
+                    f"token id {unknown} is not in the vocabulary; allowed: 0 to {self._vocab_size - 1}",
+                    param=param,
+                    code="invalid_token_id",
+                )
 
     def _admit(self, sequence: Sequence, budget: int) -> int:
         """Move the head of the queue to running if all its tokens fit; returns how many to compute now, or 0."""

@@ -142,11 +142,10 @@ def _describe_invalid(error: RequestValidationError) -> ApiError:
     if not path and first["type"] == "model_attributes_type":  # FastAPI parses what is labelled as JSON only
         message = "the body is not a JSON object, or is not sent with Content-Type: application/json"
         return ApiError(status=400, message=message, code="invalid_json")
-    param = first.get("ctx", {}).get("param") or ".".join(path) or None
-    if first["type"] == "extra_forbidden":
-        return ApiError(status=400, message=f"unknown field {param!r}", code="unknown_field", param=param)
-    message = first["msg"] if first.get("ctx", {}).get("param") else f"{param or 'body'}: {first['msg']}"
-    code = "unsupported_field" if first["type"] == "not_offered" else "invalid_value"
+    named = first.get("ctx", {}).get("param")  # by our own checks, which concern a field of the object at `path`
+    param = ".".join([*path, named] if named else path) or None
+    message = first["msg"] if named and not path else f"{param or 'body'}: {first['msg']}"
+    code = {"not_offered": "unsupported_field", "unknown_field": "unknown_field"}.get(first["type"], "invalid_value")
     return ApiError(status=400, message=message, code=code, param=param)
 
 

@@ -6,9 +6,19 @@ has no effect on the answer, and earlier `reasoning_content`, which DeepSeek's t
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    ModelWrapValidatorHandler,
+    Tag,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from harness.errors import RequestError
@@ -46,12 +56,27 @@ _NOT_OFFERED: dict[str, tuple[Any, ...]] = {
 
 
 class _Strict(BaseModel):
+    # One body of 8 MiB can hold a million faults, and pydantic would describe each: unknown names end the check here at
+    # the first, and every list below fails fast.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    not_offered: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
-
-def _without_nulls(value: Any) -> Any:
-    # clients send back whole message objects, with null for all that an answer did not have
-    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refuse_other_fields(cls, data: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
+        if not isinstance(data, dict):
+            return handler(data)
+        # clients send back whole message objects, with null for all that an answer did not have
+        checked = handler({name: data[name] for name in cls.model_fields if data.get(name) is not None})
+        for name, value in data.items():
+            if value is None or name in cls.model_fields:
+                continue
+            if name not in cls.not_offered:
+                raise PydanticCustomError("unknown_field", "unknown field '{param}'", {"param": name})
+            # types are compared too: True is not 1
+            if not any(type(value) is type(allowed) and value == allowed for allowed in cls.not_offered[name]):
+                raise PydanticCustomError("not_offered", "{param} is not supported by this server", {"param": name})
+        return checked
 
 
 def _encodable(text: str) -> str:
@@ -64,6 +89,9 @@ def _encodable(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_encodable)]
+# what any vocabulary may hold; whether this one does, the engine knows
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 # Branches of unions are chosen by what was sent, so that an error concerns the branch that was meant. pydantic puts
@@ -83,7 +111,7 @@ class ChatMessage(_Strict):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        Annotated[Text, Tag(_TEXT)] | Annotated[list[TextPart], Field(min_length=1), Tag(_PARTS)],
+        Annotated[Text, Tag(_TEXT)] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag(_PARTS)],
         Discriminator(lambda content: _PARTS if isinstance(content, list) else _TEXT),
     ]
     reasoning_content: Text | None = None
@@ -102,13 +130,15 @@ class StreamOptions(_Strict):
 
 StopStrings = Annotated[
     list[Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
-    Field(max_length=MAX_STOP_STRINGS),
+    Field(max_length=MAX_STOP_STRINGS, fail_fast=True),
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
 
 
 class _CompletionFields(_Strict):
     """What both endpoints share. Ranges are `SamplingParams`' own."""
+
+    not_offered = _NOT_OFFERED
 
     model: Text
     stream: bool = False
@@ -126,24 +156,8 @@ class _CompletionFields(_Strict):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
-    stop_token_ids: Annotated[list[int], Field(max_length=64)] = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] = []
     cache_salt: Annotated[Text, Field(max_length=256)] = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_what_is_not_offered(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        fields = _without_nulls(data)
-        for name, neutral in _NOT_OFFERED.items():
-            if name in fields:
-                value = fields.pop(name)
-                # types are compared too: True is not 1
-                if not any(type(value) is type(allowed) and value == allowed for allowed in neutral):
-                    raise PydanticCustomError(
-                        "not_offered", "{name} is not supported by this server", {"name": name, "param": name}
-                    )
-        return fields
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> _CompletionFields:
@@ -195,9 +209,7 @@ class _CompletionFields(_Strict):
 class ChatCompletionRequest(_CompletionFields):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[
-        list[Annotated[ChatMessage, BeforeValidator(_without_nulls)]], Field(min_length=1, max_length=MAX_MESSAGES)
-    ]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -236,9 +248,9 @@ class CompletionRequest(_CompletionFields):
 
     prompt: Annotated[
         Annotated[Text, Tag(_TEXT)]
-        | Annotated[list[int], Tag(_IDS)]
-        | Annotated[list[Text], Field(max_length=1), Tag(_TEXTS)]
-        | Annotated[list[list[int]], Field(max_length=1), Tag(_ID_LISTS)],
+        | Annotated[TokenIds, Tag(_IDS)]
+        | Annotated[list[Text], Field(max_length=1, fail_fast=True), Tag(_TEXTS)]
+        | Annotated[list[TokenIds], Field(max_length=1, fail_fast=True), Tag(_ID_LISTS)],
         Discriminator(_kind_of_prompt),
     ]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
