@@ -41,6 +41,10 @@ class Backend(Protocol):
     def is_ready(self) -> bool:
         """Whether a request submitted now would be worked on."""
 
+    @property
+    def num_restarts(self) -> int:
+        """How often a new engine replaced a dead one."""
+
     def submit(self, request: Request) -> AsyncGenerator[TokenChunk, None]:
         """Queue a request. The generator ends after the chunk with a `finish_reason`.
 
@@ -51,9 +55,6 @@ class Backend(Protocol):
             OverloadedError: the queue is full.
             EngineDeadError: the engine process died.
         """
-
-    async def cancel(self, request_id: str) -> None:
-        """Stop a request and free its blocks; unknown ids are ignored."""
 
     async def stats(self) -> BackendStats:
         """Current counts."""

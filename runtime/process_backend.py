@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Sequence
-from pathlib import Path
 
 import zmq
 import zmq.asyncio
@@ -28,7 +26,12 @@ from harness.runtime.request import FinishReason, Request, TokenChunk
 
 logger = logging.getLogger(__name__)
 
-ENGINE_COMMAND = (sys.executable, "-m", "harness.runtime.engine_process")
+# not -m, which in Python 3.10 always looks in the working directory first, where a file may be named like a module
+ENGINE_COMMAND = (
+    sys.executable,
+    "-c",
+    "import sys; sys.path[:] = filter(None, sys.path); from harness.runtime.engine_process import main; main()",
+)
 FIRST_RESTART_DELAY_S = 0.5
 LONGEST_RESTART_DELAY_S = 30.0
 _STOP_TIMEOUT_S = 5.0
@@ -62,7 +65,7 @@ class ProcessBackend:
 
     @property
     def num_restarts(self) -> int:
-        """How often a new process replaced a dead one."""
+        """See `Backend.num_restarts`."""
         return self._num_restarts
 
     @property
@@ -99,13 +102,8 @@ class ProcessBackend:
                 yield item
         finally:
             del self._queues[request.request_id]
-            if not is_over:
-                await self.cancel(request.request_id)
-
-    async def cancel(self, request_id: str) -> None:
-        """See `Backend.cancel`."""
-        if self._child is not None:
-            self._child.send(wire.Cancel(request_id))
+            if not is_over and self._child is not None:
+                self._child.send(wire.Cancel(request.request_id))
 
     async def stats(self) -> BackendStats:
         """Counts after the engine's last step; all zero while there is no engine."""
@@ -162,6 +160,8 @@ class ProcessBackend:
                 child = await self._launch()
             except HarnessError as error:
                 logger.error("the engine cannot be started again, next try in %.1f s: %s", delay, error)
+            except Exception:  # the machine's doing: no memory, processes or files left; it may have some later
+                logger.exception("the engine cannot be started again, next try in %.1f s", delay)
             else:
                 logger.warning("a new engine process is ready")
                 return child, delay
@@ -190,36 +190,31 @@ class _Child:
     def __init__(
         self,
         process: asyncio.subprocess.Process,
-        context: zmq.asyncio.Context,
         socket: zmq.asyncio.Socket,
-        folder: Path,
+        resources: contextlib.ExitStack,
     ) -> None:
         self.process = process
-        self._context = context
         self._socket = socket
-        self._folder = folder
+        self._resources = resources
         self._exited = asyncio.ensure_future(process.wait())
 
     @classmethod
     async def spawn(cls, command: Sequence[str], config: ResolvedConfig, log_level: str) -> _Child:
-        folder = Path(tempfile.mkdtemp(prefix="harness-"))  # mode 0700: nobody else can reach the socket
-        address = f"ipc://{folder}/engine"
-        context = zmq.asyncio.Context()
-        socket = context.socket(zmq.PAIR)
-        socket.set_hwm(0)
-        socket.linger = 0
-        socket.bind(address)
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            address,
-            log_level,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.DEVNULL,
-            env=os.environ | {"PYTHONSAFEPATH": "1"},  # a folder named like a module must not shadow it
-        )
-        assert process.stdin is not None
-        process.stdin.write(wire.encode_config(config))
-        return cls(process, context, socket, folder)
+        with contextlib.ExitStack() as resources:
+            folder = tempfile.mkdtemp(prefix="harness-")  # mode 0700: nobody else can reach the socket
+            resources.callback(shutil.rmtree, folder, ignore_errors=True)
+            context = zmq.asyncio.Context()
+            resources.callback(context.destroy, linger=0)  # its socket, too
+            address = f"ipc://{folder}/engine"
+            socket = context.socket(zmq.PAIR)
+            socket.set_hwm(0)
+            socket.bind(address)
+            process = await asyncio.create_subprocess_exec(
+                *command, address, log_level, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
+            )
+            assert process.stdin is not None
+            process.stdin.write(wire.encode_config(config))
+            return cls(process, socket, resources.pop_all())
 
     def send(self, message: wire.ToEngine) -> None:
         # without a high-water mark a send never waits, so the future is done already
@@ -253,6 +248,4 @@ class _Child:
         await self._exited
         if self.process.stdin is not None:
             self.process.stdin.close()
-        self._socket.close()
-        self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._resources.close()

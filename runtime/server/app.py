@@ -81,7 +81,10 @@ def _add_status(app: FastAPI, service: CompletionService) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        text = service.metrics.expose(await service.backend.stats(), is_ready=service.backend.is_ready)
+        backend = service.backend
+        text = service.metrics.expose(
+            await backend.stats(), is_ready=backend.is_ready, num_restarts=backend.num_restarts
+        )
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/cache/stats")

@@ -112,9 +112,9 @@ class Metrics:
         if status in (429, 503):
             self._rejects.labels(self._model, code or "").inc()
 
-    def expose(self, stats: BackendStats, *, is_ready: bool) -> bytes:
+    def expose(self, stats: BackendStats, *, is_ready: bool, num_restarts: int) -> bytes:
         """The text for a scrape."""
-        self._engine.stats, self._engine.is_ready = stats, is_ready
+        self._engine.stats, self._engine.is_ready, self._engine.num_restarts = stats, is_ready, num_restarts
         return generate_latest(self._registry)
 
 
@@ -123,11 +123,16 @@ class _EngineCollector(Collector):
         self._model = model
         self.stats = BackendStats()
         self.is_ready = False
+        self.num_restarts = 0
 
     def collect(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("harness_engine_up", "Whether the engine answers.", labels=("model",))
         up.add_metric((self._model,), float(self.is_ready))
         yield up
+        text = "Engine processes that replaced a dead one."
+        restarts = CounterMetricFamily("harness_engine_restarts", text, labels=("model",))
+        restarts.add_metric((self._model,), self.num_restarts)
+        yield restarts
         for field, (name, text) in _GAUGES.items():
             gauge = GaugeMetricFamily(f"harness_{name}", text, labels=("model",))
             gauge.add_metric((self._model,), getattr(self.stats, field))

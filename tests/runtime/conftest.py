@@ -66,6 +66,7 @@ class ScriptedBackend:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.is_ready = True
+        self.num_restarts = 0
         self.requests: list[Request] = []
         self.closed_early: list[str] = []
         self.num_running = 0
@@ -88,9 +89,6 @@ class ScriptedBackend:
             self.num_running -= 1
             if not is_over:
                 self.closed_early.append(request.request_id)
-
-    async def cancel(self, request_id: str) -> None:
-        raise AssertionError("the server cancels by closing")
 
     async def stats(self) -> BackendStats:
         return BackendStats(

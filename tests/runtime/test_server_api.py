@@ -356,6 +356,7 @@ def test_models_health_ready_cache_stats(plain_server: Any) -> None:
 
 def test_metrics_count_requests_tokens_and_errors(scripted_server: Any, answer: Any) -> None:
     server = scripted_server(answer("Hello.", num_cached=3))
+    server.backend.num_restarts = 2
     server.chat()
     server.chat(stream=True)
     server.chat(temperature=-1)
@@ -373,6 +374,7 @@ def test_metrics_count_requests_tokens_and_errors(scripted_server: Any, answer: 
         assert lines[f'harness_{name}_seconds_count{{{chat},model="scripted"}}'] == "2.0"
     assert lines['harness_kv_blocks{model="scripted"}'] == "8.0"
     assert lines['harness_engine_up{model="scripted"}'] == "1.0"
+    assert lines['harness_engine_restarts_total{model="scripted"}'] == "2.0"
     assert lines['harness_active_requests{model="scripted"}'] == "0.0"
     assert lines['harness_prefix_hit_tokens_total{model="scripted"}'] == "4.0"
 
