@@ -51,6 +51,7 @@ _YARN = {
     "beta_fast": 32,
     "beta_slow": 1,
 }
+_LITE_MSCALE = {"mscale": 0.707, "mscale_all_dim": 0.707}
 _MSCALE_YARN = _YARN | {"mscale": 0.707, "mscale_all_dim": 1.0}
 _GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 _LLAMA3 = {
@@ -73,6 +74,9 @@ _CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "qwen2": transformers.Qwen2Config(**_SMALL, tie_word_embeddings=True),
     "qwen3: yarn": transformers.Qwen3Config(**_SMALL, head_dim=32, rope_parameters=_YARN),
     "v2: no query latent, greedy": transformers.DeepseekV2Config(**_MLA),
+    "v2-lite: no query latent, greedy, yarn": transformers.DeepseekV2Config(
+        **_MLA, topk_method="greedy", routed_scaling_factor=1.0, rope_parameters=_YARN | _LITE_MSCALE
+    ),
     "v2: query latent, groups, yarn": transformers.DeepseekV2Config(
         **_MLA | {"q_lora_rank": 48} | _GROUPS, rope_parameters=_MSCALE_YARN
     ),
@@ -125,6 +129,9 @@ def _no_rope_scaling(config: dict[str, Any]) -> None:
         ("deepseek-coder: linear rope", _no_rope_scaling),
         ("r1-distill-llama: llama3 rope", _no_rope_scaling),
         ("qwen3: yarn", _no_rope_scaling),
+        ("v2-lite: no query latent, greedy, yarn", _no_rope_scaling),
+        ("v2-lite: no query latent, greedy, yarn", _without("mscale")),
+        ("v2-lite: no query latent, greedy, yarn", _without("mscale_all_dim")),
         ("v2: query latent, groups, yarn", _no_rope_scaling),
         ("v2: query latent, groups, yarn", _without("mscale")),
         ("v2: query latent, groups, yarn", _without("mscale_all_dim")),
