@@ -70,6 +70,7 @@ def build(
 
     from harness.build.cpu_engine import build_cpu_engine
     from harness.build.open_source import open_source
+    from harness.ledger import bytes_read_per_token, gib, kv_layout, weights_bytes
     from harness.recipe import PRESETS, default_preset, load_recipe, preset, summarize
 
     if precision is not None and precision not in PRESETS:
@@ -79,8 +80,13 @@ def build(
     source = open_source(model)
     spec = source.spec
     chosen = written or preset(precision or default_preset(spec), spec)
-    counts = ", ".join(f"{count} x {name}" for name, count in summarize(chosen.resolve(spec)).items())
+    resolved = chosen.resolve(spec)
+    counts = ", ".join(f"{count} x {name}" for name, count in summarize(resolved).items())
     console.print(f"{source.name}: {spec.architecture}, {spec.num_layers} layers, recipe {chosen.name} ({counts})")
+    console.print(
+        f"weights {gib(weights_bytes(spec, resolved))}, of which a decoded token reads "
+        f"{gib(bytes_read_per_token(spec, resolved))}; KV {kv_layout(spec).bytes_per_token('u8'):,} bytes a token"
+    )
     columns = (TextColumn("lowering"), BarColumn(), MofNCompleteColumn(), TextColumn("layers"), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=spec.num_layers)
@@ -107,12 +113,12 @@ def inspect(
 
     manifest = read_manifest(engine)
     if as_json:
-        print(json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False))
+        print(json.dumps(manifest.model_dump(mode="json"), indent=1))
         return
     counts: dict[str, int] = {}
     for layer_precision in manifest.recipe.layers.values():
         counts[layer_precision] = counts.get(layer_precision, 0) + 1
-    table = Table(show_header=False, box=None, title=Text(f"engine {manifest.engine_id}"), title_justify="left")
+    table = Table(show_header=False, box=None, title=_printable(f"engine {manifest.engine_id}"), title_justify="left")
     kv = manifest.kv
     rows = {
         "model": f"{manifest.model.name} ({manifest.model.architecture}, {manifest.model.num_parameters:,} weights)",
@@ -130,8 +136,13 @@ def inspect(
         "weights hash": manifest.model.content_hash,
     }
     for name, value in rows.items():
-        table.add_row(name, Text(value))
+        table.add_row(name, _printable(value))
     Console().print(table)
+
+
+def _printable(text: str) -> Text:
+    """Text that cannot speak to the terminal: an engine may come from anywhere."""
+    return Text("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,14 +14,14 @@ import openvino as ov
 
 import harness
 from harness.arch import CPU
-from harness.build.lowering.decoder import build_stateful_model
+from harness.build.lowering.decoder import LOWERING_VERSION, build_stateful_model
 from harness.build.lowering.weights import Spool, WeightLowering
 from harness.build.source import WeightSource
 from harness.build.store import check_free_space, engine_id, existing_engine, staged
 from harness.build.tokenizer_check import check_tokenizer
 from harness.build.weight_check import check_weights
 from harness.errors import BuildError
-from harness.ledger import KV_BLOCK_TOKENS, kv_layout, weights_by_precision
+from harness.ledger import TOKENS_PER_BLOCK, kv_layout, weights_bytes
 from harness.manifest import (
     CalibrationPart,
     EngineManifest,
@@ -37,6 +38,8 @@ from harness.spec import MlaSpec, ModelSpec
 from harness.tokenizer import Tokenizer
 
 _DISK_FACTOR = 2.1  # the spool of finished constants and the engine's own file stand beside each other for a while
+_GRAPH_BYTES = 16 << 20  # more than model.xml takes
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +71,16 @@ def build_cpu_engine(
     check_weights(source)
     resolved = recipe.resolve(spec)
     layers = {name: str(precision) for name, precision in resolved.items()}
-    versions = {"harness": harness.__version__, "openvino": ov.get_version()}
+    versions = {"harness": harness.__version__, "lowering": str(LOWERING_VERSION), "openvino": ov.get_version()}
+    compile_settings = _compile_settings(resolved)
     content_hash = source.fingerprint()
-    identity = engine_id(content_hash=content_hash, arch=CPU.name, layers=layers, versions=versions)
+    identity = engine_id(
+        content_hash=content_hash,
+        arch=CPU.name,
+        layers=layers,
+        versions=versions,
+        compile_settings=compile_settings,
+    )
     engine_dir = out or engines_dir / source.name / f"{CPU.name}-{identity}"
     found = BuiltEngine(engine_dir=engine_dir, reused=True)
     try:
@@ -78,12 +88,11 @@ def build_cpu_engine(
             return found
     except OSError as error:
         raise _not_written(engine_dir, error) from None
-    tokenizer = Tokenizer.from_files(source.tokenizer, generation_config=source.generation_config)
+    tokenizer = Tokenizer(source.tokenizer, source.generation_config)
     check_tokenizer(tokenizer, spec)
-    num_bytes = sum(weights_by_precision(spec, resolved).values())
     try:
         with staged(engine_dir) as stage:
-            check_free_space(stage.parent, int(num_bytes * _DISK_FACTOR))
+            check_free_space(stage.parent, int(weights_bytes(spec, resolved) * _DISK_FACTOR))
             _write_model(source, resolved, stage, on_layer)
             tokenizer.save(stage)
             manifest = EngineManifest(
@@ -97,7 +106,7 @@ def build_cpu_engine(
                 kv=_kv_part(spec),
                 max_model_len=spec.max_position_embeddings,
                 tokenizer=_tokenizer_part(tokenizer),
-                compile_settings=_compile_settings(resolved),
+                compile_settings=compile_settings,
                 quality=QualityPart(verdict="not_run"),
                 files=describe_files(stage),
             )
@@ -111,8 +120,11 @@ def build_cpu_engine(
 
 def _not_written(engine_dir: Path, error: OSError) -> BuildError:
     where = f" ({error.filename})" if error.filename else ""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    hint = "free some space, or give --out on another disk" if full else "check the folder, or give another --out"
+    hint = (
+        "free some space, or give --out on another disk"
+        if error.errno in _FULL
+        else "check the folder, or give another --out"
+    )
     return BuildError(f"cannot write {str(engine_dir)[:200]}: {error.strerror or error}{where[:200]}", hint)
 
 
@@ -124,8 +136,22 @@ def _write_model(
         try:
             ov.save_model(model, stage / "model.xml", compress_to_fp16=False)
         except RuntimeError as error:
-            raise OSError(errno.ENOSPC, f"OpenVINO cannot write the model: {error}") from None
+            _check_room(stage)
+            raise BuildError(
+                f"OpenVINO cannot write the model: {error}",
+                "build again; if it says the same, report it with this text",
+            ) from error
     _check_saved(stage)
+
+
+def _check_room(stage: Path) -> None:
+    """Raises the OSError that OpenVINO does not tell, where the constants would not fit on the disk a second time."""
+    try:
+        with (stage / "room").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, (stage / "constants.spool").stat().st_size + _GRAPH_BYTES)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise
 
 
 def _check_saved(stage: Path) -> None:
@@ -160,7 +186,7 @@ def _kv_part(spec: ModelSpec) -> KvPart:
         num_kv_heads=layout.num_kv_heads,
         key_dim=layout.key_dim,
         value_dim=layout.value_dim,
-        tokens_per_block=KV_BLOCK_TOKENS,
+        tokens_per_block=TOKENS_PER_BLOCK,
         bytes_per_token={"fast": layout.bytes_per_token("u8"), "deterministic": layout.bytes_per_token("f32")},
     )
 

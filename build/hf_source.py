@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from harness.build.fingerprint import fingerprint_files
 from harness.build.hf_tokenizer import TOKENIZER_FILES, read_json, read_tokenizer
-from harness.build.source import FloatArray, TokenizerFiles, row_range, safe_name
+from harness.build.source import FloatArray, TokenizerFiles, row_range, safe_name, some
 from harness.errors import SourceError, UnsupportedModelError
 from harness.spec import ModelSpec
 
@@ -231,11 +231,11 @@ def _open_weights(folder: Path) -> tuple[dict[str, _Tensor], list[Path]]:
         if not listed:  # "sub/x.safetensors" or "../x.safetensors"
             raise SourceError(f"{index_path} names {shard}, which is not a file of its own folder", _DOWNLOAD_AGAIN)
         if not shard.is_file():
-            raise SourceError(f"{shard} is missing; {index_path} says it holds {_some(listed)}", _DOWNLOAD_AGAIN)
+            raise SourceError(f"{shard} is missing; {index_path} says it holds {some(listed)}", _DOWNLOAD_AGAIN)
         held = _read_header(shard)
         if held.keys() != listed:
             absent, extra = listed - held.keys(), held.keys() - listed
-            parts = [f"it lacks {_some(absent)}"] * bool(absent) + [f"it also holds {_some(extra)}"] * bool(extra)
+            parts = [f"it lacks {some(absent)}"] * bool(absent) + [f"it also holds {some(extra)}"] * bool(extra)
             raise SourceError(
                 f"{index_path} is stale: {shard} is not what it describes: {'; '.join(parts)}", _DOWNLOAD_AGAIN
             )
@@ -268,7 +268,7 @@ def _read_header(path: Path) -> dict[str, _Tensor]:
     if cut_off:
         needed = max(tensor.end for tensor in tensors.values())
         raise SourceError(
-            f"{path} is truncated: its header describes {needed} bytes, it has {size}; cut off: {_some(cut_off)}",
+            f"{path} is truncated: its header describes {needed} bytes, it has {size}; cut off: {some(cut_off)}",
             _DOWNLOAD_AGAIN,
         )
     return tensors
@@ -283,9 +283,3 @@ def _tensor(path: Path, entry: dict[str, Any], offset: int) -> _Tensor:
     if end - begin != num_bytes:
         raise ValueError(f"{entry} does not describe {num_bytes} bytes")
     return _Tensor(path=path, dtype=entry["dtype"], shape=shape, begin=offset + begin, end=offset + end)
-
-
-def _some(names: set[str]) -> str:
-    """Up to three names, and how many more there are."""
-    first = ", ".join(sorted(names)[:3])
-    return first if len(names) <= 3 else f"{first} and {len(names) - 3} more tensors"

@@ -7,6 +7,7 @@ calls them, and hands them out as float32, a slice of rows at a time, so that th
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +22,12 @@ FloatArray = npt.NDArray[np.float32]
 def safe_name(text: str) -> str:
     """A model's name as one path component: letters, digits, `.`, `_` and `-`, not hidden, never empty."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip(".-") or "model"
+
+
+def some(names: Collection[str]) -> str:
+    """Up to three names of tensors, in order, and how many more there are."""
+    first = ", ".join(sorted(names)[:3])
+    return first if len(names) <= 3 else f"{first} and {len(names) - 3} more tensors"
 
 
 def row_range(shape: tuple[int, ...], rows: slice | None) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Where engines are kept, and how one comes into being: whole or not at all.
 
-An engine is written into a temporary folder beside its place and renamed when complete. An interrupted build leaves
-nothing that looks like an engine; what a killed one left behind is removed by the next.
+An engine is written into a temporary folder beside its place and renamed when complete. A build that fails leaves
+nothing, not even the folders it made for the engine to lie in; what a killed one left behind is removed by the next.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 from harness.errors import BuildError, EngineError
 from harness.manifest import MANIFEST_NAME, read_manifest, verify_files
@@ -22,9 +23,22 @@ from harness.manifest import MANIFEST_NAME, read_manifest, verify_files
 _TEMPORARY = ".building-"
 
 
-def engine_id(*, content_hash: str, arch: str, layers: Mapping[str, str], versions: Mapping[str, str]) -> str:
-    """12 hex digits from all that decides an engine's bytes: weights, arch, recipe, versions."""
-    parts = {"content": content_hash, "arch": arch, "layers": dict(layers), "versions": dict(versions)}
+def engine_id(
+    *,
+    content_hash: str,
+    arch: str,
+    layers: Mapping[str, str],
+    versions: Mapping[str, str],
+    compile_settings: Mapping[Literal["fast", "deterministic"], Mapping[str, str]],
+) -> str:
+    """12 hex digits from all that decides what an engine computes, and how."""
+    parts = {
+        "content": content_hash,
+        "arch": arch,
+        "layers": layers,
+        "versions": versions,
+        "compile_settings": compile_settings,
+    }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -79,35 +93,63 @@ def staged(engine_dir: Path) -> Iterator[Path]:
         OSError: the folder cannot be made or renamed, such as when another build finished `engine_dir` first.
     """
     target = Path(os.path.realpath(engine_dir))  # a link to an empty folder is filled, not replaced
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(target.parent)
-    stage, lock = _make_locked(target.parent)
+    with _made(target.parent):
+        _remove_leftovers(target.parent)
+        stage, lock = _make_locked(target.parent)
+        try:
+            yield stage
+            stage.rename(target)
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
+            os.close(lock)
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Makes a folder and those above it; what it made is removed again if it stays empty."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        yield stage
-        stage.rename(target)
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
     finally:
-        shutil.rmtree(stage, ignore_errors=True)
-        os.close(lock)
+        for path in missing:
+            with suppress(OSError):  # not empty, or never made
+                path.rmdir()
 
 
 def _make_locked(parent: Path) -> tuple[Path, int]:
-    """A new folder and a descriptor that holds its lock."""
+    """A new folder and a descriptor that holds its lock; until then, another build may take it for a leftover."""
     while True:
+        parent.mkdir(parents=True, exist_ok=True)  # a build that failed may have removed it
         stage = parent / f"{_TEMPORARY}{secrets.token_hex(6)}"
-        stage.mkdir()
-        lock = os.open(stage, os.O_RDONLY)
-        _try_lock(lock)
-        if stage.exists():
-            return stage, lock
-        os.close(lock)  # another build cleaned up in the moment before the lock
+        try:
+            stage.mkdir()
+            lock = os.open(stage, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        try:
+            _lock(lock)
+            if stage.exists():
+                return stage, lock
+        except BlockingIOError:  # another build is about to remove it
+            pass
+        os.close(lock)
 
 
-def _try_lock(folder: int) -> bool:
-    # The kernel drops the lock with its process. A process id would not do: two containers that share a disk do not
-    # see each other's.
+def _lock(folder: int) -> bool:
+    """Lock a folder by its descriptor; False on a file system without locks, where nothing is ever a leftover.
+
+    The kernel drops the lock with its process. A process id would not do: two containers that share a disk do not see
+    each other's.
+
+    Raises:
+        BlockingIOError: another holds it.
+    """
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held, or a file system without locks: then nothing is ever taken for a leftover
+    except BlockingIOError:
+        raise
+    except OSError:
         return False
     return True
 
@@ -118,6 +160,7 @@ def _remove_leftovers(parent: Path) -> None:
             folder = os.open(stage, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:  # gone since, or somebody else's
             continue
-        if _try_lock(folder):
-            shutil.rmtree(stage, ignore_errors=True)
+        with suppress(BlockingIOError):
+            if _lock(folder):
+                shutil.rmtree(stage, ignore_errors=True)
         os.close(folder)

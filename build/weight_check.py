@@ -8,11 +8,10 @@ all, and the engine would answer, badly.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 
 import numpy as np
 
-from harness.build.source import WeightSource
+from harness.build.source import WeightSource, some
 from harness.errors import SourceError, UnsupportedModelError
 from harness.recipe import linear_shapes
 from harness.spec import MlaSpec, ModelSpec
@@ -81,17 +80,17 @@ def check_weights(source: WeightSource) -> None:
     expected, names = expected_shapes(source.spec), source.names()
     missing = [name for name in expected if name not in names]
     if missing:
-        raise SourceError(f"{source.name} lacks what its config.json asks for: {_some(missing)}", _ONE_RELEASE)
+        raise SourceError(f"{source.name} lacks what its config.json asks for: {some(missing)}", _ONE_RELEASE)
     for name, shape in expected.items():
         if source.shape(name) != shape:
             raise SourceError(
                 f"{source.name}: tensor {name} has shape {source.shape(name)}, by config.json it is {shape}",
                 _ONE_RELEASE,
             )
-    unread = sorted(name for name in names - expected.keys() if not _is_superfluous(name, source))
+    unread = [name for name in names - expected.keys() if not _is_superfluous(name, source)]
     if unread:
         raise UnsupportedModelError(
-            f"{source.name} has tensors that its config.json does not speak of: {_some(unread)}",
+            f"{source.name} has tensors that its config.json does not speak of: {some(unread)}",
             f"{_ONE_RELEASE}; a variant of {source.spec.architecture} with parts of its own is not supported",
         )
     if source.spec.tie_word_embeddings and _HEAD in names:
@@ -120,8 +119,3 @@ def _check_tied(source: WeightSource) -> None:
             f"config.json of {source.name} ties the output to the embeddings, but {_HEAD} is not {_EMBEDDING}",
             "set tie_word_embeddings to false in config.json, or take it from the weights' own release",
         )
-
-
-def _some(names: Collection[str]) -> str:
-    first = ", ".join(list(names)[:3])
-    return first if len(names) <= 3 else f"{first} and {len(names) - 3} more tensors"

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.errors import CapacityError, UsageError
-from harness.ledger import KV_BLOCK_TOKENS, gib, kv_cache_bytes, runtime_reserve
+from harness.ledger import TOKENS_PER_BLOCK, Ledger, gib, kv_cache_bytes, runtime_reserve
 from harness.manifest import EngineManifest
+from harness.runtime.scheduler import SchedulerConfig
 
 _MIB = 1 << 20
-_LEAST = {"kv_cache_bytes": 1, "max_model_len": 2, "max_num_seqs": 1, "num_threads": 1, "max_waiting": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +25,13 @@ class ResolvedConfig:
     engine_dir: Path
     deterministic: bool
     kv_cache_bytes: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
     num_threads: int
-    max_waiting: int
-    prefix_cache: bool
+    scheduler: SchedulerConfig
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and answer together, in tokens."""
+        return self.scheduler.max_model_len
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class EngineConfig:
 
     Args:
         engine_dir: folder with `manifest.json`.
-        deterministic: exact mode (f32 execution and KV) instead of the fast one.
+        deterministic: f32 execution and KV instead of the fast mode.
         kv_cache_bytes: memory for KV blocks.
         max_model_len: longest prompt and answer together, in tokens; None is the engine's own limit.
         max_num_seqs: most sequences in one step.
@@ -56,23 +57,18 @@ class EngineConfig:
     deterministic: bool = False
     kv_cache_bytes: int | None = None
     max_model_len: int | None = None
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512
+    max_num_seqs: int = SchedulerConfig.max_num_seqs
+    max_num_batched_tokens: int = SchedulerConfig.max_num_batched_tokens
     num_threads: int | None = None
-    max_waiting: int = 256
-    prefix_cache: bool = True
+    max_waiting: int = SchedulerConfig.max_waiting
+    prefix_cache: bool = SchedulerConfig.prefix_cache
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
+        for name in ("kv_cache_bytes", "num_threads"):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise UsageError(f"{name} is {value}", f"allowed: {least} or more")
-        least = KV_BLOCK_TOKENS + self.max_num_seqs
-        if self.max_num_batched_tokens < least:
-            raise UsageError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}",
-                f"allowed: {least} or more (a token for each of {self.max_num_seqs} sequences, and one KV block)",
-            )
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is {value}", "allowed: 1 or more")
+        self._scheduler(2 if self.max_model_len is None else self.max_model_len)  # checks the rest
 
     def resolve(self, manifest: EngineManifest, *, available_bytes: int, num_cores: int) -> ResolvedConfig:
         """Fill in what was left open.
@@ -90,41 +86,58 @@ class EngineConfig:
                 f"--max-model-len {max_model_len} is more than this engine's limit",
                 f"allowed: up to {manifest.max_model_len}",
             )
+        ledger = Ledger(
+            memory_bytes=available_bytes,
+            weights_bytes=manifest.weight_bytes(),
+            reserve_bytes=runtime_reserve(available_bytes),
+            kv_bytes_per_token=manifest.kv.bytes_per_token["deterministic" if self.deterministic else "fast"],
+        )
         return ResolvedConfig(
             engine_dir=self.engine_dir,
             deterministic=self.deterministic,
-            kv_cache_bytes=self._kv_cache_bytes(manifest, max_model_len, available_bytes),
-            max_model_len=max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            kv_cache_bytes=self._kv_cache_bytes(ledger, max_model_len),
             num_threads=self.num_threads or num_cores,
-            max_waiting=self.max_waiting,
-            prefix_cache=self.prefix_cache,
+            scheduler=self._scheduler(max_model_len),
         )
 
-    def _kv_cache_bytes(self, manifest: EngineManifest, max_model_len: int, available_bytes: int) -> int:
-        per_token = manifest.kv.bytes_per_token["deterministic" if self.deterministic else "fast"]
-        one_sequence = kv_cache_bytes(kv_bytes_per_token=per_token, length=max_model_len)
-        weights = manifest.weight_bytes()
-        left = available_bytes - weights - runtime_reserve(available_bytes)
-        if left < kv_cache_bytes(kv_bytes_per_token=per_token, length=1):
+    def _scheduler(self, max_model_len: int) -> SchedulerConfig:
+        try:
+            return SchedulerConfig(
+                max_model_len=max_model_len,
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_waiting=self.max_waiting,
+                prefix_cache=self.prefix_cache,
+            )
+        except ValueError as error:
+            seen, _, allowed = str(error).partition("; ")
+            raise UsageError(seen, allowed) from None
+
+    def _kv_cache_bytes(self, ledger: Ledger, max_model_len: int) -> int:
+        weights, memory, left = gib(ledger.weights_bytes), gib(ledger.memory_bytes), ledger.kv_cache_bytes
+        if not ledger.fits(num_sequences=1, length=1):
             raise CapacityError(
-                f"the weights need {gib(weights)}, {gib(available_bytes)} of memory is available",
+                f"the weights need {weights}, {memory} of memory is available",
                 "free memory, or build the model with a smaller precision: harness-build --precision int4",
             )
         if self.kv_cache_bytes is not None and self.kv_cache_bytes > left:
             raise CapacityError(
                 f"--kv-cache-memory {_mib(self.kv_cache_bytes)} is more than the {gib(left)} left of "
-                f"{gib(available_bytes)} available memory after weights ({gib(weights)}) and reserve",
+                f"{memory} available memory after weights ({weights}) and reserve",
                 f"give --kv-cache-memory {left // _MIB}MiB or less",
             )
+        one_block, one_sequence = (
+            kv_cache_bytes(kv_bytes_per_token=ledger.kv_bytes_per_token, length=n) for n in (1, max_model_len)
+        )
         chosen = self.kv_cache_bytes or min(self.max_num_seqs * one_sequence, left // 2)
         if chosen < one_sequence:
-            longest = chosen // (per_token * KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
+            longest = chosen // one_block * TOKENS_PER_BLOCK
+            fits = ledger.fits(num_sequences=1, length=max_model_len)
+            advice = [f"give --max-model-len {longest}"] * (longest > 0)
+            advice += [f"give --kv-cache-memory {_mib(one_sequence)}"] * fits
             raise CapacityError(
                 f"one sequence of {max_model_len} tokens needs {gib(one_sequence)} of KV cache, {gib(chosen)} is there",
-                f"give --max-model-len {longest}"
-                + (f", or --kv-cache-memory {_mib(one_sequence)}" if one_sequence <= left else ""),
+                ", or ".join(advice) or "free memory",
             )
         return chosen
 

@@ -26,7 +26,6 @@ from harness.runtime.engine_core import EngineCore
 from harness.runtime.executor import TOKENS_PER_BLOCK, Executor, ScheduledSequence, SchedulerOutput
 from harness.runtime.openvino_executor import OpenVinoExecutor
 from harness.runtime.request import TokenChunk
-from harness.runtime.scheduler import SchedulerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -70,18 +69,7 @@ def load(config: ResolvedConfig) -> EngineCore:
         num_threads=config.num_threads,
     )
     warm_up(executor)
-    return EngineCore(executor, scheduler_config(config), manifest.tokenizer.eos_token_ids)
-
-
-def scheduler_config(config: ResolvedConfig) -> SchedulerConfig:
-    """The scheduler's part of the settings."""
-    return SchedulerConfig(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        max_waiting=config.max_waiting,
-        prefix_cache=config.prefix_cache,
-    )
+    return EngineCore(executor, config.scheduler, manifest.tokenizer.eos_token_ids)
 
 
 def warm_up(executor: Executor) -> None:
@@ -158,11 +146,8 @@ def _exit_with_parent() -> None:
 
 
 def main() -> None:
-    """Entry point: `python -m harness.runtime.engine_process ADDRESS LOG_LEVEL`."""
+    """Entry point of the process, whose arguments are ADDRESS and LOG_LEVEL."""
     address, log_level = sys.argv[1:]
-    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s engine: %(message)s")
+    logging.basicConfig(format="%(asctime)s %(levelname)s engine: %(message)s")
+    logging.getLogger("harness").setLevel(log_level)
     run(load, address)
-
-
-if __name__ == "__main__":
-    main()

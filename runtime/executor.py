@@ -12,8 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-TOKENS_PER_BLOCK = 32
-"""Tokens in one KV block: fixed by OpenVINO's paged attention on a CPU."""
+from harness.ledger import TOKENS_PER_BLOCK as TOKENS_PER_BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +36,6 @@ class SchedulerOutput:
     """All that one step computes. Prefill and decode differ in nothing but the number of tokens."""
 
     sequences: list[ScheduledSequence]
-
-    @property
-    def num_scheduled_tokens(self) -> int:
-        """Tokens in the step, over all sequences."""
-        return sum(len(sequence.token_ids) for sequence in self.sequences)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,10 +79,6 @@ class WeightLowering:
         """A float32 constant of one tensor, or of several joined along their first axis. Raises as `read`."""
         return ops.constant(np.concatenate([self.read(n) for n in (name, *parts)]))
 
-    def has(self, name: str) -> bool:
-        """Whether the source has a tensor of that name."""
-        return name in self._source.names()
-
     def read(self, name: str) -> FloatArray:
         """A whole tensor as float32.
 

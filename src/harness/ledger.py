@@ -24,8 +24,8 @@ GIB = 2**30
 RESERVE_FRACTION = 0.12
 """Share of memory kept for activations, compiled code, buffers and fragmentation; 10-15 % is usual."""
 
-KV_BLOCK_TOKENS = 32
-"""Tokens in one KV block."""
+TOKENS_PER_BLOCK = 32
+"""Tokens in one KV block: fixed by OpenVINO's paged attention on a CPU."""
 
 KvDtype = Literal["u8", "f16", "bf16", "f32"]
 _ELEMENT_BYTES = {"f16": 2, "bf16": 2, "f32": 4}
@@ -45,21 +45,21 @@ class KvLayout:
     value_dim: int
 
     def bytes_per_block(self, dtype: KvDtype) -> int:
-        """Bytes of `KV_BLOCK_TOKENS` tokens over all layers.
+        """Bytes of `TOKENS_PER_BLOCK` tokens over all layers.
 
         u8 keeps scale and zero point for each channel of a block's keys, and for each token of its values: for a head
         of 128 the key block is (32 + 8) x 128 bytes, the value block 32 x (128 + 8).
         """
         if dtype == "u8":
-            key = (KV_BLOCK_TOKENS + _SCALE_AND_ZERO_BYTES) * self.key_dim
-            value = KV_BLOCK_TOKENS * (self.value_dim + _SCALE_AND_ZERO_BYTES) if self.value_dim else 0
+            key = (TOKENS_PER_BLOCK + _SCALE_AND_ZERO_BYTES) * self.key_dim
+            value = TOKENS_PER_BLOCK * (self.value_dim + _SCALE_AND_ZERO_BYTES) if self.value_dim else 0
             return self.num_layers * self.num_kv_heads * (key + value)
-        values = KV_BLOCK_TOKENS * (self.key_dim + self.value_dim)
+        values = TOKENS_PER_BLOCK * (self.key_dim + self.value_dim)
         return self.num_layers * self.num_kv_heads * values * _ELEMENT_BYTES[dtype]
 
     def bytes_per_token(self, dtype: KvDtype) -> int:
         """Bytes of one token over all layers, its share of the block's scales included, rounded up."""
-        return math.ceil(self.bytes_per_block(dtype) / KV_BLOCK_TOKENS)
+        return math.ceil(self.bytes_per_block(dtype) / TOKENS_PER_BLOCK)
 
 
 def kv_layout(spec: ModelSpec, *, mla: Literal["latent", "latent-once", "expanded"] = "latent") -> KvLayout:
@@ -168,16 +168,8 @@ def runtime_reserve(memory_bytes: int, fraction: float = RESERVE_FRACTION) -> in
 
 def kv_cache_bytes(*, kv_bytes_per_token: int, length: int, num_sequences: int = 1) -> int:
     """Bytes of KV that `num_sequences` sequences of `length` tokens hold, in whole blocks."""
-    blocks = math.ceil(length / KV_BLOCK_TOKENS)
-    return blocks * KV_BLOCK_TOKENS * kv_bytes_per_token * num_sequences
-
-
-def max_concurrency(
-    *, memory_bytes: int, weights_bytes: int, reserve_bytes: int, kv_bytes_per_token: int, length: int
-) -> int:
-    """Sequences of `length` tokens that fit beside weights and reserve; 0 where none does."""
-    left = memory_bytes - weights_bytes - reserve_bytes
-    return max(0, left // kv_cache_bytes(kv_bytes_per_token=kv_bytes_per_token, length=length))
+    blocks = math.ceil(length / TOKENS_PER_BLOCK)
+    return blocks * TOKENS_PER_BLOCK * kv_bytes_per_token * num_sequences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +177,7 @@ class Ledger:
     """One memory and what is in it, in bytes.
 
     Raises:
-        ValueError: a size is not positive (`reserve_bytes` may be 0).
+        ValueError: a size is negative, or `kv_bytes_per_token` is 0.
     """
 
     memory_bytes: int
@@ -194,11 +186,9 @@ class Ledger:
     kv_bytes_per_token: int
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes", "weights_bytes", "kv_bytes_per_token"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: above 0")
-        if self.reserve_bytes < 0:
-            raise ValueError(f"reserve_bytes is {self.reserve_bytes}; allowed: 0 and above")
+        for name, least in (("memory_bytes", 0), ("weights_bytes", 0), ("reserve_bytes", 0), ("kv_bytes_per_token", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: {least} or more")
 
     @property
     def kv_cache_bytes(self) -> int:

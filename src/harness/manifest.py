@@ -60,7 +60,7 @@ class CalibrationPart(_Part):
 class KvPart(_Part):
     """Layout of the KV cache. `bytes_per_token` is over all layers, by execution mode, block scales included."""
 
-    kind: Literal["gqa", "mla-latent", "mla-expanded"]
+    kind: Literal["gqa", "mla-latent"]
     num_layers: PositiveInt
     num_kv_heads: PositiveInt
     key_dim: PositiveInt
@@ -88,7 +88,7 @@ class FilePart(_Part):
     """One file of the engine."""
 
     sha256: Sha256
-    num_bytes: int
+    num_bytes: Annotated[int, Field(ge=0)]
 
 
 class EngineManifest(_Part):

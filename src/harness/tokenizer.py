@@ -41,7 +41,7 @@ class TokenizerFiles:
 
 
 class Tokenizer:
-    """A tokenizer with its chat template. Safe to use from several threads; made by `from_files` or `from_dir`.
+    """A model's tokenizer with its chat template. Safe to use from several threads.
 
     `bos_token_id` is None for a model without one; `eos_token_ids` are those of the generation config, then the
     tokenizer's own; `adds_bos` says whether `encode` begins text with a BOS; `vocab_size` is the largest id plus one.
@@ -73,11 +73,6 @@ class Tokenizer:
             files.add_bos if files.add_bos is not None else self._tokenizer.encode("a").ids[:1] == [self.bos_token_id]
         )
         self._template = ChatTemplate(files.chat_template, files.special_tokens) if files.chat_template else None
-
-    @classmethod
-    def from_files(cls, files: TokenizerFiles, *, generation_config: Mapping[str, Any]) -> Tokenizer:
-        """The tokenizer of a model source. Raises as the class."""
-        return cls(files, generation_config)
 
     @classmethod
     def from_dir(cls, engine_dir: Path) -> Tokenizer:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import openvino
 import pytest
 import torch
 import transformers
@@ -427,8 +428,17 @@ def test_inspect(engine: Path, build: Callable[..., Done]) -> None:
     edit_json("manifest.json", model=manifest.model.model_dump() | {"name": "[/x] [red]"})(engine)
     done = build("inspect", "--engine", "e")
     assert done.code == 0, done.err
-    for words in ("[/x] [red]", "LlamaForCausalLM", "16 x int8", "128 tokens", manifest.engine_id):
+    for words in ("[/x] [red]", "LlamaForCausalLM", "16 x int8", "128 tokens", manifest.engine_id, "lowering 1"):
         assert words in done.out
+
+
+def test_a_manifest_cannot_speak_to_the_terminal(engine: Path, build: Callable[..., Done]) -> None:
+    hostile = "a\x1b]0;title\x07\x9b2J\rb"
+    edit_json("manifest.json", engine_id=hostile, versions={hostile: hostile}, arch=hostile)(engine)
+    for arguments in (("inspect",), ("inspect", "--json")):
+        done = build(*arguments, "--engine", "e")
+        assert done.code == 0, done.err
+        assert all(character.isprintable() for character in done.out.replace("\n", ""))
 
 
 @pytest.mark.parametrize(
@@ -525,6 +535,19 @@ def test_a_full_disk_is_an_error_wherever_it_strikes(
         assert "cannot write e: " in said
         assert "free some space" in said
     assert files_under(tmp_path) == before
+
+
+def test_another_failure_to_write_is_not_called_a_full_disk(
+    model: Path, tmp_path: Path, build: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_model(*arguments: object, **options: object) -> None:
+        raise RuntimeError("Check 'friendly_name' failed")
+
+    monkeypatch.setattr(openvino, "save_model", save_model)
+    done = build("--model", "tiny")
+    done.says("cannot write the model: Check 'friendly_name' failed")
+    assert "free some" not in done.err
+    assert not (tmp_path / "engines").exists()
 
 
 @contextmanager

@@ -213,7 +213,7 @@ def test_an_unknown_way_to_cut_text_is_refused(tmp_path: Path, pre: str | None) 
 def test_kinds_of_tokens_and_ends_of_turns(tmp_path: Path) -> None:
     source = GgufSource(write_gguf(tmp_path / "m.gguf", random_model(biases=False)))
     assert source.generation_config == {"bos_token_id": 0, "eos_token_id": [0, 6]}
-    tokenizer = Tokenizer.from_files(source.tokenizer, generation_config=source.generation_config)
+    tokenizer = Tokenizer(source.tokenizer, generation_config=source.generation_config)
     assert tokenizer.encode("ab<tool>b<|im_end|>") == [5, 1, 4, 6]
     assert tokenizer.special_ids == {0, 6}
     assert tokenizer.token_bytes(2) == b""  # an unused row of the embedding
@@ -279,7 +279,7 @@ def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
 
 def test_smollm2_tokenizer(smollm2_path: Path) -> None:
     source = GgufSource(smollm2_path)
-    tokenizer = Tokenizer.from_files(source.tokenizer, generation_config=source.generation_config)
+    tokenizer = Tokenizer(source.tokenizer, generation_config=source.generation_config)
     ids = tokenizer.encode_chat([{"role": "user", "content": "Add 2024 and 17"}])
     pieces = [tokenizer.token_bytes(i).decode() for i in ids]
     assert pieces[:2] == ["<|im_start|>", "system"]
@@ -292,7 +292,7 @@ def test_smollm2_tokenizer(smollm2_path: Path) -> None:
 def test_smollm2_weights_answer_in_transformers(smollm2_path: Path) -> None:
     # rows of q and k in the wrong order, or a wrong config, would make this babble
     source = GgufSource(smollm2_path)
-    tokenizer = Tokenizer.from_files(source.tokenizer, generation_config=source.generation_config)
+    tokenizer = Tokenizer(source.tokenizer, generation_config=source.generation_config)
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**source.config))
     state = {name: torch.from_numpy(source.read(name)) for name in source.names()}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,7 @@ PARTS: dict[str, object] = {
     "arch": "cpu",
     "layers": {"lm_head": "int8"},
     "versions": {"openvino": "1"},
+    "compile_settings": {"fast": {"KV_CACHE_PRECISION": "u8"}},
 }
 
 
@@ -30,6 +34,7 @@ def test_an_id_follows_everything_that_decides_the_bytes() -> None:
         make_id(arch="sm_90"),
         make_id(layers={"lm_head": "f16"}),
         make_id(versions={"openvino": "2"}),
+        make_id(compile_settings={"fast": {"KV_CACHE_PRECISION": "f16"}}),
     ]
     assert len(set(ids)) == len(ids)
     assert make_id() == ids[0]
@@ -40,7 +45,7 @@ def test_a_build_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     engine = tmp_path / "model" / "cpu-1"
     with pytest.raises(FileNotFoundError), staged(engine) as stage:
         (stage / "half").write_text((stage / "nothing").read_text())
-    assert list(engine.parent.iterdir()) == []
+    assert not engine.parent.exists()
     with staged(engine) as stage:
         (stage / "whole").write_text("")
         assert not engine.exists()
@@ -77,6 +82,61 @@ def test_leftovers_of_the_dead_are_removed(tmp_path: Path) -> None:
     with staged(tmp_path / "engine"):
         assert not leftover.exists()
     assert (tmp_path / ".building-file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("moment", ["before it is opened", "before it is locked", "while its cleaner is at work"])
+def test_a_folder_taken_for_a_leftover_is_not_used(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another build cleans up between the making of a folder and its lock."""
+    taken: list[str] = []
+    held: list[int] = []
+    real_open, real_flock = os.open, fcntl.flock
+
+    def open_(path: str | Path, flags: int, **options: Any) -> int:
+        if not taken and moment == "before it is opened":
+            taken.append(str(path))
+            shutil.rmtree(path)
+        descriptor = real_open(path, flags, **options)
+        if not taken:
+            taken.append(str(path))
+            if moment == "before it is locked":
+                shutil.rmtree(path)
+            else:
+                held.append(real_open(path, flags))
+                real_flock(held[0], fcntl.LOCK_EX)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", open_)
+    with staged(tmp_path / "engine") as stage:
+        assert stage.is_dir()
+        assert taken != [str(stage)]
+        monkeypatch.undo()
+        for descriptor in held:
+            shutil.rmtree(taken[0])
+            os.close(descriptor)
+        (stage / "whole").write_text("")
+    assert [path.name for path in (tmp_path / "engine").iterdir()] == ["whole"]
+
+
+def test_a_file_system_without_locks_is_built_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(folder: int, operation: int) -> None:
+        raise OSError(errno.ENOTSUP, "not here")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    (tmp_path / ".building-other").mkdir()
+    with staged(tmp_path / "engine"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".building-other", "engine"]
+
+
+def test_a_build_that_fails_leaves_no_folder_that_it_made(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for engine in (tmp_path / "engines" / "model" / "cpu-1", tmp_path / "mine" / "new" / "cpu-1"):
+        with pytest.raises(ZeroDivisionError), staged(engine):
+            raise ZeroDivisionError
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert list((tmp_path / "mine").iterdir()) == []
 
 
 def test_what_is_in_the_way_is_named(tmp_path: Path) -> None:

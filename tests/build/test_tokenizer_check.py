@@ -34,7 +34,7 @@ def spec(vocab_size: int = 300) -> ModelSpec:
 
 
 def check(files: TokenizerFiles, vocab_size: int = 300, eos: int | None = None) -> None:
-    check_tokenizer(Tokenizer.from_files(files, generation_config={"eos_token_id": eos}), spec(vocab_size))
+    check_tokenizer(Tokenizer(files, generation_config={"eos_token_id": eos}), spec(vocab_size))
 
 
 def test_sound_tokenizers_pass(make_tokenizer: Make) -> None:
@@ -51,7 +51,7 @@ def test_a_bos_that_marks_turns_is_no_bos(make_tokenizer: Make) -> None:
 
 def test_smollm2_and_deepseek_pass(smollm2_path: Path, deepseek_tokenizer_path: Path) -> None:
     source = GgufSource(smollm2_path)
-    tokenizer = Tokenizer.from_files(source.tokenizer, generation_config=source.generation_config)
+    tokenizer = Tokenizer(source.tokenizer, generation_config=source.generation_config)
     check_tokenizer(tokenizer, source.spec)
     files = TokenizerFiles(
         tokenizer_json=deepseek_tokenizer_path.read_bytes(),

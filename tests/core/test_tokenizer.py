@@ -28,7 +28,7 @@ def deepseek(deepseek_tokenizer_path: Path) -> Tokenizer:
         special_tokens=special_tokens,
         add_bos=True,
     )
-    return Tokenizer.from_files(files, generation_config={"eos_token_id": 1})
+    return Tokenizer(files, generation_config={"eos_token_id": 1})
 
 
 @pytest.mark.parametrize("template", [CHAT_WITH_BOS, CHAT_WITHOUT_BOS])
@@ -37,7 +37,7 @@ def deepseek(deepseek_tokenizer_path: Path) -> Tokenizer:
     [{"add_bos": True}, {"post_processor_adds_bos": True}, {"add_bos": True, "post_processor_adds_bos": True}],
 )
 def test_chat_and_text_get_exactly_one_bos(make_tokenizer: Make, template: str, settings: dict[str, bool]) -> None:
-    tokenizer = Tokenizer.from_files(make_tokenizer(chat_template=template, **settings), generation_config={})
+    tokenizer = Tokenizer(make_tokenizer(chat_template=template, **settings), generation_config={})
     for ids in (tokenizer.encode_chat(MESSAGES), tokenizer.encode("hi"), tokenizer.encode("<bos>hi")):
         assert ids[0] == tokenizer.bos_token_id
         assert ids.count(ids[0]) == 1
@@ -47,27 +47,27 @@ def test_chat_and_text_get_exactly_one_bos(make_tokenizer: Make, template: str, 
 def test_bos_comes_from_the_template_alone_where_the_tokenizer_adds_none(make_tokenizer: Make) -> None:
     # DeepSeek-V3: add_bos_token is false, the template writes it
     files = make_tokenizer(chat_template=CHAT_WITH_BOS, add_bos=False, post_processor_adds_bos=True)
-    tokenizer = Tokenizer.from_files(files, generation_config={})
+    tokenizer = Tokenizer(files, generation_config={})
     assert tokenizer.encode_chat(MESSAGES).count(256) == 1
     assert tokenizer.encode("hi") == tokenizer.encode("hi", add_special_tokens=False)
 
 
 def test_a_model_without_bos_gets_none(make_tokenizer: Make) -> None:
-    tokenizer = Tokenizer.from_files(make_tokenizer(bos=None, chat_template=CHAT_WITH_BOS), generation_config={})
+    tokenizer = Tokenizer(make_tokenizer(bos=None, chat_template=CHAT_WITH_BOS), generation_config={})
     assert tokenizer.bos_token_id is None
     assert tokenizer.encode_chat(MESSAGES)[0] == tokenizer.encode("<user>")[0]
 
 
 def test_eos_ids_are_those_of_the_generation_config_then_the_tokenizers(make_tokenizer: Make) -> None:
-    assert Tokenizer.from_files(make_tokenizer(), generation_config={}).eos_token_ids == (257,)
-    assert Tokenizer.from_files(make_tokenizer(), generation_config={"eos_token_id": 258}).eos_token_ids == (258, 257)
-    both = Tokenizer.from_files(make_tokenizer(), generation_config={"eos_token_id": [257, 258]})
+    assert Tokenizer(make_tokenizer(), generation_config={}).eos_token_ids == (257,)
+    assert Tokenizer(make_tokenizer(), generation_config={"eos_token_id": 258}).eos_token_ids == (258, 257)
+    both = Tokenizer(make_tokenizer(), generation_config={"eos_token_id": [257, 258]})
     assert both.eos_token_ids == (257, 258)
 
 
 def test_saved_tokenizer_comes_back_whole(make_tokenizer: Make, tmp_path: Path) -> None:
     files = make_tokenizer(chat_template="a\r\n{{ bos_token }}ß{{ messages[0].content }}", add_bos=True)
-    before = Tokenizer.from_files(files, generation_config={"eos_token_id": [257, 258]})
+    before = Tokenizer(files, generation_config={"eos_token_id": [257, 258]})
     before.save(tmp_path)
     after = Tokenizer.from_dir(tmp_path)
     assert (after.sha256, after.chat_template_sha256) == (before.sha256, before.chat_template_sha256)
@@ -77,7 +77,7 @@ def test_saved_tokenizer_comes_back_whole(make_tokenizer: Make, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
 def test_a_missing_or_broken_file_is_named(make_tokenizer: Make, tmp_path: Path, name: str) -> None:
-    Tokenizer.from_files(make_tokenizer(), generation_config={}).save(tmp_path)
+    Tokenizer(make_tokenizer(), generation_config={}).save(tmp_path)
     (tmp_path / name).write_text("{")
     with pytest.raises(TokenizerError):
         Tokenizer.from_dir(tmp_path)
@@ -94,7 +94,7 @@ def test_truncation_and_padding_left_in_the_file_are_ignored(make_tokenizer: Mak
     changed = TokenizerFiles(
         tokenizer_json=described.to_str().encode(), chat_template=None, special_tokens=files.special_tokens
     )
-    tokenizer = Tokenizer.from_files(changed, generation_config={})
+    tokenizer = Tokenizer(changed, generation_config={})
     assert [len(tokenizer.encode(text)) for text in ("a", "a longer text")] == [1, 13]
 
 
@@ -104,24 +104,24 @@ def test_a_sentencepiece_tokenizer_is_refused(make_tokenizer: Make) -> None:
     described["decoder"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
     broken = TokenizerFiles(tokenizer_json=json.dumps(described).encode(), chat_template=None, special_tokens={})
     with pytest.raises(TokenizerError, match="Metaspace"):
-        Tokenizer.from_files(broken, generation_config={})
+        Tokenizer(broken, generation_config={})
 
 
 def test_a_special_token_outside_the_vocabulary_is_refused(make_tokenizer: Make) -> None:
     with pytest.raises(TokenizerError, match="<nowhere>"):
-        Tokenizer.from_files(make_tokenizer(bos="<nowhere>"), generation_config={})
+        Tokenizer(make_tokenizer(bos="<nowhere>"), generation_config={})
 
 
 def test_an_added_letter_that_is_also_a_byte_symbol_survives(make_tokenizer: Make) -> None:
     # DeepSeek-Coder lacks the bytes that UTF-8 never has, and has their symbols, such as "ø", as added tokens
-    tokenizer = Tokenizer.from_files(make_tokenizer(without="øõ", plain=("ø", "õ")), generation_config={})
+    tokenizer = Tokenizer(make_tokenizer(without="øõ", plain=("ø", "õ")), generation_config={})
     ids = tokenizer.encode("smørrebrød õ")
     assert max(ids) == tokenizer.vocab_size - 1
     assert tokenizer.decode(ids) == "smørrebrød õ"
 
 
 def test_token_bytes_may_be_parts_of_characters(make_tokenizer: Make) -> None:
-    tokenizer = Tokenizer.from_files(make_tokenizer(), generation_config={})
+    tokenizer = Tokenizer(make_tokenizer(), generation_config={})
     ids = tokenizer.encode("é🙂")
     assert [tokenizer.token_bytes(i) for i in ids] == [bytes([b]) for b in "é🙂".encode()]
     assert tokenizer.token_bytes(257) == b"<eos>"
@@ -154,6 +154,6 @@ def test_decode_agrees_with_the_library_on_any_ids(deepseek: Tokenizer, deepseek
 
 
 def test_no_chat_template_is_the_requests_fault(make_tokenizer: Make) -> None:
-    tokenizer = Tokenizer.from_files(make_tokenizer(), generation_config={})
+    tokenizer = Tokenizer(make_tokenizer(), generation_config={})
     with pytest.raises(RequestError, match="/v1/completions"):
         tokenizer.encode_chat(MESSAGES)

@@ -15,7 +15,7 @@ import numpy as np
 from harness.errors import CapacityError
 from harness.runtime.config import ResolvedConfig
 from harness.runtime.engine_core import EngineCore
-from harness.runtime.engine_process import run, scheduler_config, warm_up
+from harness.runtime.engine_process import run, warm_up
 from harness.runtime.executor import SchedulerOutput, StepOutput
 
 VOCAB_SIZE = 1000
@@ -58,7 +58,7 @@ def load(config: ResolvedConfig) -> EngineCore:
     executor = Counting()
     warm_up(executor)
     assert executor.num_steps == 2
-    return EngineCore(executor, scheduler_config(config), [])
+    return EngineCore(executor, config.scheduler, [])
 
 
 if __name__ == "__main__":

@@ -49,13 +49,14 @@ def test_what_is_given_is_kept(manifest: EngineManifest) -> None:
     given = config(kv_cache_bytes=GIB, max_model_len=1000, num_threads=3, prefix_cache=False)
     resolved = given.resolve(manifest, available_bytes=16 * GIB, num_cores=8)
     assert (resolved.kv_cache_bytes, resolved.max_model_len, resolved.num_threads) == (GIB, 1000, 3)
-    assert not resolved.prefix_cache
+    assert not resolved.scheduler.prefix_cache
 
 
 @pytest.mark.parametrize(
     ("fields", "available", "words"),
     [
         ({}, GIB, ("2.00 GiB", "1.00 GiB", "int4")),
+        ({}, 0, ("2.00 GiB", "0.00 GiB", "int4")),
         ({"kv_cache_bytes": 8 * GIB}, 8 * GIB, ("8192MiB", "8.00 GiB", "--kv-cache-memory")),
         ({"kv_cache_bytes": 10 << 20}, 8 * GIB, ("4096 tokens", "--max-model-len 320", "--kv-cache-memory 128MiB")),
     ],
@@ -83,11 +84,28 @@ def test_a_context_longer_than_the_engines_is_refused(manifest: EngineManifest) 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"max_num_seqs": 0}, {"max_model_len": 1}, {"num_threads": 0}, {"max_num_batched_tokens": 63}, {"max_waiting": 0}],
+    [
+        {"max_num_seqs": 0},
+        {"max_model_len": 0},
+        {"max_model_len": 1},
+        {"num_threads": 0},
+        {"max_num_batched_tokens": 63},
+        {"max_waiting": 0},
+        {"kv_cache_bytes": 0},
+    ],
 )
 def test_values_out_of_range_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="allowed"):
+    with pytest.raises(UsageError) as caught:
         config(**fields)
+    ((name, value),) = fields.items()
+    assert caught.value.message == f"{name} is {value}"
+    assert caught.value.hint.startswith("allowed: ")
+
+
+def test_advice_leaves_out_what_would_be_refused(manifest: EngineManifest) -> None:
+    with pytest.raises(CapacityError) as caught:
+        config(kv_cache_bytes=1).resolve(manifest, available_bytes=8 * GIB, num_cores=1)
+    assert caught.value.hint == "give --kv-cache-memory 128MiB"
 
 
 def test_a_config_crosses_the_process_border_unchanged(manifest: EngineManifest) -> None:

@@ -17,23 +17,20 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.errors import CapacityError, EngineDeadError, HarnessError, OverloadedError, RequestError
+from harness.errors import CapacityError, EngineDeadError, EngineError, HarnessError, OverloadedError, RequestError
 from harness.runtime import wire
 from harness.runtime.config import ResolvedConfig
 from harness.runtime.process_backend import ProcessBackend
 from harness.runtime.request import FinishReason, Request, SamplingParams, TokenChunk
+from harness.runtime.scheduler import SchedulerConfig
 
 ENGINE = Path(__file__).with_name("scripted_engine.py")
 CONFIG = ResolvedConfig(
     engine_dir=Path("unused"),
     deterministic=True,
     kv_cache_bytes=1,
-    max_model_len=1024,
-    max_num_seqs=4,
-    max_num_batched_tokens=128,
     num_threads=1,
-    max_waiting=8,
-    prefix_cache=True,
+    scheduler=SchedulerConfig(max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=128, max_waiting=8),
 )
 
 
@@ -122,19 +119,6 @@ def test_closing_early_frees_the_blocks_running_or_queued() -> None:
     asyncio.run(main())
 
 
-def test_cancel_ends_the_request_for_its_reader() -> None:
-    async def main() -> None:
-        async with running() as backend:
-            task = asyncio.create_task(collect(backend, request("r", [1], 800)))
-            await eventually(lambda: backend._stats.num_running == 1)
-            await backend.cancel("r")
-            await backend.cancel("never heard of")
-            _, last = await task
-            assert last.finish_reason is FinishReason.CANCELLED
-
-    asyncio.run(main())
-
-
 def test_a_killed_engine_is_reported_and_replaced() -> None:
     async def main() -> None:
         async with running() as backend:
@@ -173,6 +157,45 @@ def test_a_restart_that_fails_is_tried_again_later(tmp_path: Path, caplog: pytes
     asyncio.run(main())
     assert (tmp_path / "tally").read_text() == "|||"
     assert "no room this time" in caplog.text
+
+
+def test_a_machine_without_processes_is_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    start_process = asyncio.create_subprocess_exec
+    refusals = [OSError("Cannot allocate memory")]
+
+    async def refusing_once(*args: Any, **options: Any) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return await start_process(*args, **options)
+
+    async def main() -> None:
+        async with running() as backend:
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", refusing_once)
+            assert backend.engine_pid is not None
+            os.kill(backend.engine_pid, signal.SIGKILL)
+            await eventually(lambda: backend.num_restarts == 1)
+            assert len(list(tmp_path.iterdir())) == 1  # the failed start left no folder
+            assert (await collect(backend, request("after", [7])))[0] == [8, 9, 10, 11, 12]
+
+    asyncio.run(main())
+    assert "Cannot allocate memory" in caplog.text
+
+
+def test_a_file_in_the_working_directory_does_not_shadow_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "zmq.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+
+    async def main() -> None:
+        with pytest.raises(EngineError, match="no engine in unused"):
+            await ProcessBackend(CONFIG).start()
+
+    asyncio.run(main())
 
 
 def test_a_step_that_fails_ends_the_process_not_the_server() -> None:
