@@ -12,10 +12,10 @@ from typing import Any
 
 from rich.console import Console
 
-from harness.errors import EngineDeadError, HarnessError, RequestError
+from harness.errors import HarnessError, RequestError
 from harness.runtime.backend import Backend
-from harness.runtime.reasoning import OPEN, ReasoningSplitter
-from harness.runtime.request import FinishReason, Request, SamplingParams
+from harness.runtime.reasoning import ReasoningSplitter
+from harness.runtime.request import Request, SamplingParams
 from harness.runtime.text_stream import TextStream
 from harness.tokenizer import Tokenizer
 
@@ -29,7 +29,7 @@ class Chat:
     Args:
         backend: started and stopped by the caller.
         max_model_len: longest conversation, in tokens.
-        max_tokens: longest answer, in tokens.
+        sampling: how answers are chosen, and their length.
     """
 
     def __init__(
@@ -39,14 +39,13 @@ class Chat:
         *,
         max_model_len: int,
         system: str | None,
-        max_tokens: int,
-        temperature: float,
+        sampling: SamplingParams,
     ) -> None:
         self._backend = backend
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._system = [{"role": "system", "content": system}] if system else []
-        self._sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+        self._sampling = sampling
         self._history: list[dict[str, str]] = []
         self._out = Console(soft_wrap=True, highlight=False)
         self._figures = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -65,15 +64,12 @@ class Chat:
                 f"the conversation has {len(token_ids)} tokens, the context {self._max_model_len}: /reset starts anew"
             )
         request = Request(request_id=uuid.uuid4().hex, prompt_token_ids=token_ids, sampling=self._sampling)
-        splitter = ReasoningSplitter(starts_inside=prompt.rstrip().endswith(OPEN))
-        stream = TextStream(self._tokenizer, stop=(), splitter=splitter)
+        stream = TextStream(self._tokenizer, stop=(), splitter=ReasoningSplitter.for_prompt(prompt))
         answer, started, first = "", time.monotonic(), None
         try:
             async with aclosing(self._backend.submit(request)) as chunks, aclosing(stream.follow(chunks)) as deltas:
                 async for delta in deltas:
                     first = first or time.monotonic()
-                    if delta.finish_reason is FinishReason.ERROR:
-                        raise EngineDeadError(delta.error or "the engine failed")
                     self._out.out(_printable(delta.reasoning), end="", style="dim", highlight=False)
                     self._out.out(_printable(delta.content), end="", highlight=False)
                     answer += delta.content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -137,6 +138,8 @@ def server(
     from harness.tokenizer import Tokenizer
 
     _set_up_logging(log_level)
+    if math.isnan(drain_timeout):
+        raise UsageError("--drain-timeout is nan", "allowed: 0 or more seconds")
     config = EngineConfig(
         engine_dir=find_engine(engine, Path("engines")),
         deterministic=deterministic,
@@ -153,7 +156,14 @@ def server(
     tokenizer = Tokenizer.from_dir(config.engine_dir)
     with listen(host, port) as sock:
         backend = ProcessBackend(resolved, log_level=log_level.upper())
-        service = CompletionService(backend, tokenizer, model=model, max_model_len=resolved.max_model_len)
+        limits = resolved.scheduler
+        service = CompletionService(
+            backend,
+            tokenizer,
+            model=model,
+            max_model_len=limits.max_model_len,
+            max_active=limits.max_num_seqs + limits.max_waiting,
+        )
         bound_port = sock.getsockname()[1]
         typer.echo(
             f"http://{host}:{bound_port} serves {model!r}: context {resolved.max_model_len} tokens, KV cache "
@@ -189,9 +199,14 @@ def chat(
     from harness.runtime.chat import Chat, converse, run_interruptible
     from harness.runtime.config import EngineConfig
     from harness.runtime.process_backend import ProcessBackend
+    from harness.runtime.request import SamplingParams
     from harness.tokenizer import Tokenizer
 
     _set_up_logging("warning")
+    try:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     config = EngineConfig(
         engine_dir=find_engine(engine, Path("engines")),
         deterministic=deterministic,
@@ -207,8 +222,7 @@ def chat(
         Tokenizer.from_dir(config.engine_dir),
         max_model_len=resolved.max_model_len,
         system=system,
-        max_tokens=max_tokens,
-        temperature=temperature,
+        sampling=sampling,
     )
     loop = asyncio.new_event_loop()
     try:
@@ -236,9 +250,9 @@ def _set_up_logging(level: str) -> None:
 
     if level not in _LOG_LEVELS:
         raise UsageError(f"--log-level is {level!r}", f"allowed: {', '.join(_LOG_LEVELS)}")
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    if level == "info":  # what uvicorn says of its own start and end repeats ours
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    # libraries speak from warnings on, whatever the level
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("harness").setLevel(level.upper())
 
 
 def main() -> None:

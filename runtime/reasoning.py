@@ -29,6 +29,11 @@ class ReasoningSplitter:
         self._held = ""
         self._at_start = True  # of a part: its leading line breaks belong to the tag, not to the text
 
+    @classmethod
+    def for_prompt(cls, prompt: str) -> ReasoningSplitter:
+        """For the answer to `prompt`, the rendered text of a conversation."""
+        return cls(starts_inside=prompt.rstrip().endswith(OPEN))
+
     def push(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
         """Take text; return `(reasoning, content)` that is certain by now. The last call holds nothing back."""
         text, self._held = self._held + text, ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from harness.errors import InvalidLogitsError
 from harness.runtime.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from harness.runtime.reasoning import ReasoningSplitter
 from harness.runtime.request import FinishReason, TokenChunk, TokenLogprob
@@ -25,17 +26,13 @@ class TokenReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """What became visible. `num_tokens` counts the tokens it took, visible or not.
-
-    `error` says what went wrong where `finish_reason` is ERROR.
-    """
+    """What became visible. `num_tokens` counts the tokens it took, visible or not."""
 
     content: str = ""
     reasoning: str = ""
     reports: tuple[TokenReport, ...] = ()
     num_tokens: int = 0
     finish_reason: FinishReason | None = None
-    error: str | None = None
 
     @classmethod
     def join(cls, deltas: Sequence[Delta]) -> Delta:
@@ -46,7 +43,6 @@ class Delta:
             reports=tuple(report for delta in deltas for report in delta.reports),
             num_tokens=sum(delta.num_tokens for delta in deltas),
             finish_reason=deltas[-1].finish_reason,
-            error=deltas[-1].error,
         )
 
 
@@ -71,8 +67,17 @@ class TextStream:
         self.finish_reason: FinishReason | None = None
 
     async def follow(self, chunks: AsyncIterator[TokenChunk]) -> AsyncGenerator[Delta, None]:
-        """Deltas with something to see, the last one with the finish reason. Ends early at a stop string."""
+        """Deltas with something to see, the last one with the finish reason. Ends early at a stop string.
+
+        Raises:
+            InvalidLogitsError: the request ended with ERROR; text held back until then is lost.
+        """
         async for chunk in chunks:
+            if chunk.finish_reason is FinishReason.ERROR:
+                raise InvalidLogitsError(
+                    chunk.error or "the logits are not finite",
+                    "send the request again; if it repeats, run or build the model at a higher precision",
+                )
             delta = self.push(chunk)
             if delta is not None:
                 yield delta
@@ -103,7 +108,6 @@ class TextStream:
             reports=reports,
             num_tokens=num_tokens,
             finish_reason=self.finish_reason,
-            error=chunk.error,
         )
 
     def _decode(self, chunk: TokenChunk) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fastapi import Response
 from msgspec import json
 
-from harness.errors import EngineDeadError, HarnessError, OverloadedError, RequestError
+from harness.errors import EngineDeadError, HarnessError, InvalidLogitsError, OverloadedError, RequestError
 from harness.runtime.server.openai_shapes import error_body
 
 _RETRY_SOON = {"Retry-After": "1"}
@@ -63,6 +63,8 @@ def describe(error: HarnessError) -> ApiError:
             return ApiError(status=429, message=message, code="overloaded", headers=_RETRY_SOON)
         case EngineDeadError():
             return ApiError(status=503, message=message, code="engine_unavailable", headers=_RETRY_LATER)
+        case InvalidLogitsError():
+            return ApiError(status=500, message=message, code="invalid_logits")
         case ShuttingDownError():
             return ApiError(status=503, message=message, code="shutting_down", headers=_RETRY_LATER)
         case _:

@@ -35,14 +35,13 @@ def create_app(service: CompletionService) -> FastAPI:
 def _add_completions(app: FastAPI, service: CompletionService) -> None:
     async def complete(http: Request, body: ChatCompletionRequest | CompletionRequest) -> Response:
         credential = http.headers.get("authorization", "")
-        completion = await service.prepare(http.url.path, body, credential)
-        if not body.stream:
-            answer = await until_disconnect(http.receive, service.whole(completion))
-            return Response(answer, media_type="application/json")
-        events = service.events(completion)
-        # the first event decides between 200 and an error status
-        first = await until_disconnect(http.receive, anext(events))
-        return EventStream(first, events)
+        answer = service.answer(http.url.path, body, credential)
+        # of a stream, the first event decides between 200 and an error status
+        first = await until_disconnect(http.receive, anext(answer))
+        if body.stream:
+            return EventStream(first, answer)
+        await answer.aclose()
+        return Response(first, media_type="application/json")
 
     @app.post(CHAT)
     async def chat_completions(http: Request, body: ChatCompletionRequest) -> Response:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from msgspec import json
 
-from harness.errors import EngineDeadError, HarnessError, RequestError
+from harness.errors import HarnessError, OverloadedError, RequestError
 from harness.runtime.backend import Backend
-from harness.runtime.reasoning import OPEN, ReasoningSplitter
+from harness.runtime.reasoning import ReasoningSplitter
 from harness.runtime.request import FinishReason, Request
 from harness.runtime.server.api_error import ShuttingDownError, UnknownModelError, describe
 from harness.runtime.server.flush import FlushPolicy, coalesce
@@ -57,6 +57,7 @@ class CompletionService:
     Args:
         model: the name served; requests must give it.
         max_model_len: longest prompt and answer together, in tokens.
+        max_active: most requests at once, from the first look at one until its answer has been taken.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class CompletionService:
         *,
         model: str,
         max_model_len: int,
+        max_active: int,
         flush_policy: FlushPolicy | None = None,
     ) -> None:
         self.backend = backend
@@ -74,20 +76,54 @@ class CompletionService:
         self.metrics = Metrics(model)
         self.is_draining = False
         self.num_active = 0
+        self._max_active = max_active
         self._tokenizer = tokenizer
         self._flush_policy = flush_policy or FlushPolicy()
 
-    async def prepare(
+    async def answer(
         self, endpoint: str, body: ChatCompletionRequest | CompletionRequest, credential: str
-    ) -> Completion:
-        """Check a body and turn it into a request.
+    ) -> AsyncGenerator[bytes, None]:
+        """The JSON of the whole answer, or server-sent events where the body asks for a stream.
+
+        An error after the first event is an event, too. The request is active, and waited for by a drain, until this
+        generator has ended.
 
         Raises:
-            HarnessError: it is refused.
+            HarnessError: it is refused, or failed before there was anything to send.
         """
         started = time.monotonic()
-        if self.is_draining:
-            raise ShuttingDownError("the server is shutting down", "send the request to another one")
+        self._count_active(1)
+        try:
+            if self.is_draining:
+                raise ShuttingDownError("the server is shutting down", "send the request to another one")
+            if self.num_active > self._max_active:
+                raise OverloadedError(
+                    f"{self._max_active} requests are in the server, the most allowed", "try again after a while"
+                )
+            try:
+                completion = await self._prepare(endpoint, body, credential, started)
+            except asyncio.CancelledError:
+                elapsed = time.monotonic() - started
+                self.metrics.record(
+                    RequestRecord(endpoint=endpoint, status=499, finish_reason="cancelled", e2e=elapsed)
+                )
+                raise
+            if not body.stream:
+                yield await self._whole(completion)
+                return
+            async with aclosing(self._events(completion)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self._count_active(-1)
+
+    def _count_active(self, change: int) -> None:
+        self.num_active += change
+        self.metrics.active.set(self.num_active)
+
+    async def _prepare(
+        self, endpoint: str, body: ChatCompletionRequest | CompletionRequest, credential: str, started: float
+    ) -> Completion:
         if body.model != self.model:
             raise UnknownModelError(f"the model {body.model!r} is not served here", f"served: {self.model!r}")
         # a long prompt takes a while to encode; the threads of `tokenizers` leave the event loop alone
@@ -128,8 +164,7 @@ class CompletionService:
     ) -> tuple[list[int], ReasoningSplitter | None, str]:
         if isinstance(body, ChatCompletionRequest):
             prompt = self._tokenizer.render_chat([message.as_template_input() for message in body.messages])
-            splitter = ReasoningSplitter(starts_inside=prompt.rstrip().endswith(OPEN))
-            return self._tokenizer.encode(prompt), splitter, ""
+            return self._tokenizer.encode(prompt), ReasoningSplitter.for_prompt(prompt), ""
         given = body.only_prompt()
         if not given:
             raise RequestError(
@@ -139,22 +174,12 @@ class CompletionService:
             return self._tokenizer.encode(given), None, given if body.echo else ""
         return given, None, self._tokenizer.decode(given) if body.echo else ""
 
-    async def whole(self, completion: Completion) -> bytes:
-        """The JSON of the whole answer.
-
-        Raises:
-            HarnessError: the backend refused or failed.
-        """
+    async def _whole(self, completion: Completion) -> bytes:
         async with aclosing(self._deltas(completion)) as deltas:
             parts = [delta async for delta in deltas]
         return json.encode(completion.shape.whole(Delta.join(parts), completion.usage()))
 
-    async def events(self, completion: Completion) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events. An error after the first is an event, too.
-
-        Raises:
-            HarnessError: the backend refused or failed before there was anything to send.
-        """
+    async def _events(self, completion: Completion) -> AsyncGenerator[bytes, None]:
         shape, has_begun = completion.shape, False
         label = completion.request.request_id
         async with (
@@ -183,8 +208,6 @@ class CompletionService:
     async def _deltas(self, completion: Completion) -> AsyncGenerator[Delta, None]:
         first_token: float | None = None
         outcome: tuple[int, str] | None = (499, "cancelled")  # unless something else happens
-        self.num_active += 1
-        self.metrics.active.set(self.num_active)
         try:
             async with (
                 aclosing(self.backend.submit(completion.request)) as chunks,
@@ -193,8 +216,6 @@ class CompletionService:
                 async for delta in deltas:
                     if first_token is None:
                         first_token = time.monotonic()
-                    if delta.finish_reason is FinishReason.ERROR:
-                        raise EngineDeadError(delta.error or "the engine failed")
                     if delta.finish_reason is FinishReason.CANCELLED:  # we never cancel what we still read
                         raise ShuttingDownError("the server was stopped before the answer was complete")
                     if delta.finish_reason is not None:
@@ -204,8 +225,6 @@ class CompletionService:
             outcome = None  # counted where it is answered
             raise
         finally:
-            self.num_active -= 1
-            self.metrics.active.set(self.num_active)
             if outcome is not None:
                 self._record(completion, outcome, first_token)
 

@@ -70,5 +70,9 @@ class OverloadedError(HarnessError):
     """The queue is full. The server answers 429 with Retry-After."""
 
 
+class InvalidLogitsError(HarnessError):
+    """The model computed something that is not a number, so one request has no answer. The engine goes on."""
+
+
 class EngineDeadError(HarnessError):
     """The engine process died. Its requests are answered with this; a new process is being started."""

@@ -178,9 +178,13 @@ def servers() -> Iterator[Callable[..., ScriptedServer]]:
     """Starts servers over scripted backends; all end with the block."""
     started: list[tuple[ScriptedServer, threading.Thread]] = []
 
-    def start(script: Script, *, tokenizer: Tokenizer | None = None, drain: float = 5) -> ScriptedServer:
+    def start(
+        script: Script, *, tokenizer: Tokenizer | None = None, drain: float = 5, max_active: int = 32
+    ) -> ScriptedServer:
         backend = ScriptedBackend(script)
-        service = CompletionService(backend, tokenizer or make_tokenizer(), model=MODEL, max_model_len=MAX_MODEL_LEN)
+        service = CompletionService(
+            backend, tokenizer or make_tokenizer(), model=MODEL, max_model_len=MAX_MODEL_LEN, max_active=max_active
+        )
         sock = listen("127.0.0.1", 0)
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         server = DrainingServer(uvicorn_config(service), service, drain)

@@ -34,6 +34,11 @@ def test_parts_do_not_depend_on_the_cuts(starts_inside: bool, text: str, expecte
         assert ("".join(p[0] for p in parts), "".join(p[1] for p in parts)) == expected
 
 
+@pytest.mark.parametrize(("prompt", "parts"), [("Why? <think>\n", ("why", "")), ("<think></think> Why?", ("", "why"))])
+def test_a_prompt_may_open_the_tag(prompt: str, parts: tuple[str, str]) -> None:
+    assert ReasoningSplitter.for_prompt(prompt).push("why", is_last=True) == parts
+
+
 def test_text_that_cannot_be_a_tag_is_not_held_back() -> None:
     splitter = ReasoningSplitter(starts_inside=True)
     assert splitter.push("one < two </th") == ("one < two ", "")

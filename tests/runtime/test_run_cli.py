@@ -69,6 +69,9 @@ def test_a_port_in_use_is_refused() -> None:
         (["server", "--log-level", "loud"], 2, "allowed: debug"),
         (["chat", "--prompt", "Hi"], 2, "no engine under ./engines"),
         (["server", "--no-such-flag"], 2, "--no-such-flag"),
+        (["server", "--drain-timeout", "nan"], 2, "--drain-timeout"),
+        (["chat", "--temperature", "nan"], 2, "temperature"),
+        (["chat", "--max-tokens", "3000000000"], 2, "max_tokens is 3000000000; allowed: [1, "),
     ],
 )
 def test_mistakes_are_told_without_a_traceback(tmp_path: Path, arguments: list[str], code: int, words: str) -> None:
@@ -77,6 +80,15 @@ def test_mistakes_are_told_without_a_traceback(tmp_path: Path, arguments: list[s
     assert done.returncode == code
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_debug_is_for_our_own_lines() -> None:
+    code = (
+        "import logging, harness.runtime.cli as cli; cli._set_up_logging('debug'); "
+        "assert logging.getLogger('harness.decisions').isEnabledFor(logging.DEBUG); "
+        "assert not logging.getLogger('asyncio').isEnabledFor(logging.INFO)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_help_is_quick_to_import() -> None:

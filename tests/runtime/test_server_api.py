@@ -297,11 +297,15 @@ def test_errors_of_the_backend_become_statuses_streamed_or_not(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_dies_before_the_first_token_is_503(scripted_server: Any, answer: Any, stream: bool) -> None:
-    server = scripted_server(answer("", finish=FinishReason.ERROR, error="out of memory"))
+def test_logits_that_are_no_numbers_are_500_and_no_refusal(scripted_server: Any, answer: Any, stream: bool) -> None:
+    server = scripted_server(answer("", finish=FinishReason.ERROR, error="the logits of token 5 are not finite"))
     response = server.chat(stream=stream)
-    assert response.status_code == 503
-    assert "out of memory" in response.json()["error"]["message"]
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "invalid_logits")
+    assert "token 5" in response.json()["error"]["message"]
+    assert "retry-after" not in response.headers
+    metrics = server.client.get("/metrics").text
+    assert 'harness_errors_total{code="invalid_logits",model="scripted"} 1.0' in metrics
+    assert "harness_rejected_requests_total{" not in metrics
 
 
 def test_chat_logprobs_have_bytes_for_tokens_that_are_no_text(scripted_server: Any, answer: Any) -> None:

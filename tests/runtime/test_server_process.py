@@ -178,12 +178,14 @@ def test_a_prompt_over_the_context_or_of_unknown_tokens_is_400_and_the_server_li
     assert server.ask("Hello?").status_code == 200
 
 
-def test_echo_and_logprobs_are_told_from_each_other(server: Server) -> None:
+def test_logprobs_are_of_the_answer_alone_and_refused_with_echo(server: Server) -> None:
     body = {"model": "smol", "prompt": "The capital of France is", "top_k": 1, "logprobs": 2, "max_tokens": 3}
     logprobs = server.client.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
     assert len(logprobs["tokens"]) == 3
     assert all(value <= 0 for value in logprobs["token_logprobs"])
     assert all(len(top) == 2 for top in logprobs["top_logprobs"])
+    refused = server.client.post("/v1/completions", json={**body, "echo": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
 
 
 def test_a_closed_connection_frees_its_blocks_within_a_second(server: Server) -> None:

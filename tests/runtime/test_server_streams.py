@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -149,6 +150,11 @@ def test_reasoning_is_parted_from_content(
     assert (chat_text(events, "reasoning_content"), chat_text(events)) == (reasoning, content)
 
 
+def test_no_proxy_is_invited_to_buffer_a_stream(scripted_server: Any, answer: Any) -> None:
+    headers = scripted_server(answer("abc")).chat(stream=True).headers
+    assert (headers["cache-control"], headers["x-accel-buffering"]) == ("no-cache", "no")
+
+
 def test_the_first_token_is_sent_at_once(scripted_server: Any, answer: Any) -> None:
     server = scripted_server(answer("abc", pause=1.0))
     body = {"model": "scripted", "prompt": "Hi", "stream": True}
@@ -160,12 +166,12 @@ def test_the_first_token_is_sent_at_once(scripted_server: Any, answer: Any) -> N
 
 
 def test_an_error_in_mid_stream_is_an_event(scripted_server: Any, answer: Any, read_events: Any) -> None:
-    server = scripted_server(answer("part", pause=0.01, finish=FinishReason.ERROR, error="the engine was killed"))
+    server = scripted_server(answer("part", pause=0.01, finish=FinishReason.ERROR, error="the logits are not finite"))
     response = server.chat(stream=True)
     assert response.status_code == 200
     events = read_events(response)
     assert chat_text(events[:-1]).startswith("p")
-    assert "killed" in events[-1]["error"]["message"]
+    assert events[-1]["error"]["code"] == "invalid_logits"
     assert "[DONE]" not in response.text
 
 
@@ -231,6 +237,68 @@ def test_draining_lets_streams_finish_and_refuses_new_requests(
     streaming.join()
     assert chat_text(read_events(streams[0])) == "Hello."
     assert wait_until(lambda: server.uvicorn_server.should_exit, 2)
+
+
+class SlowTokenizer:
+    """Encodes when it is told to."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.may_encode = threading.Event()
+        self.num_encoding = 0
+
+    def encode(self, text: str) -> Any:
+        self.num_encoding += 1
+        assert self.may_encode.wait(20)
+        return self._tokenizer.encode(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_drain_waits_for_a_request_that_is_being_tokenized(
+    scripted_server: Any, answer: Any, byte_tokenizer: Any, stream: bool
+) -> None:
+    tokenizer = SlowTokenizer(byte_tokenizer)
+    server = scripted_server(answer("Hello."), tokenizer=tokenizer, drain=20)
+    with ThreadPoolExecutor() as pool:
+        response = pool.submit(server.complete, stream=stream)
+        assert wait_until(lambda: tokenizer.num_encoding == 1, 5)
+        server.uvicorn_server.handle_exit(signal.SIGTERM, None)
+        time.sleep(0.5)
+        assert not server.uvicorn_server.should_exit
+        tokenizer.may_encode.set()
+        assert response.result().status_code == 200
+    assert wait_until(lambda: server.uvicorn_server.should_exit, 2)
+
+
+def test_requests_being_tokenized_are_limited(scripted_server: Any, answer: Any, byte_tokenizer: Any) -> None:
+    tokenizer = SlowTokenizer(byte_tokenizer)
+    server = scripted_server(answer("Hello."), tokenizer=tokenizer, max_active=2)
+    with ThreadPoolExecutor() as pool:
+        responses = [pool.submit(server.complete) for _ in range(2)]
+        assert wait_until(lambda: tokenizer.num_encoding == 2, 5)
+        refused = server.complete()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+        assert tokenizer.num_encoding == 2
+        tokenizer.may_encode.set()
+        assert [response.result().status_code for response in responses] == [200, 200]
+    assert server.complete().status_code == 200
+    assert server.service.num_active == 0
+
+
+def test_a_client_that_goes_while_its_prompt_is_tokenized_is_counted(
+    scripted_server: Any, answer: Any, byte_tokenizer: Any
+) -> None:
+    tokenizer = SlowTokenizer(byte_tokenizer)
+    server = scripted_server(answer("Hello."), tokenizer=tokenizer)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json={"model": "scripted", "prompt": "Hi"}, timeout=0.5)
+    assert wait_until(lambda: server.service.num_active == 0, 1)
+    tokenizer.may_encode.set()
+    assert 'finish_reason="cancelled"' in server.client.get("/metrics").text
+    assert server.backend.requests == []
 
 
 def test_a_second_signal_stops_at_once(scripted_server: Any, read_events: Any) -> None:
