@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from harness.runtime.text_stream import Delta
 
-logger = logging.getLogger(__name__)
+_decisions = logging.getLogger("harness.decisions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ async def coalesce(deltas: AsyncIterator[Delta], policy: FlushPolicy, label: str
                 if delta.finish_reason is not None:
                     reason = "finished"
             if reason is not None:
-                logger.debug("STREAM %s flush=%s deltas=%d", label, reason, len(buffered))
+                _decisions.debug("STREAM request=%s flush=%s deltas=%d", label, reason, len(buffered))
                 yield Delta.join(buffered)
                 buffered = []
                 timer.flushed()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+
+import pytest
 
 from harness.runtime.request import FinishReason
 from harness.runtime.server.flush import FlushPolicy, FlushTimer, coalesce
@@ -95,3 +98,15 @@ def test_closing_early_closes_the_source() -> None:
 
     asyncio.run(run())
     assert closed == [True]
+
+
+def test_each_flush_is_in_the_decision_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "harness.decisions")
+
+    async def run() -> None:
+        async with aclosing(coalesce(_emit((0.0, _token("a", FinishReason.STOP))), FlushPolicy(), "r1")) as joined:
+            assert [delta async for delta in joined]
+
+    asyncio.run(run())
+    lines = [record.message for record in caplog.records if record.name == "harness.decisions"]
+    assert lines == ["STREAM request=r1 flush=finished deltas=1"]
