@@ -12,6 +12,9 @@ from harness.runtime.server.openai_shapes import error_body
 
 _RETRY_SOON = {"Retry-After": "1"}
 _RETRY_LATER = {"Retry-After": "5"}
+# longer than any text of ours; what is over it quotes a name or a value out of a body of megabytes
+_MAX_MESSAGE_CHARS = 1000
+_MAX_PARAM_CHARS = 200
 
 
 class UnknownModelError(HarnessError):
@@ -45,10 +48,17 @@ class ApiError:
 
     def body(self) -> bytes:
         """The JSON alone, for a stream that has begun."""
-        # both may quote what the client sent, which need not be encodable
-        message = self.message.encode(errors="replace").decode()
-        param = None if self.param is None else self.param.encode(errors="replace").decode()
+        message = _quotable(self.message, _MAX_MESSAGE_CHARS)
+        param = None if self.param is None else _quotable(self.param, _MAX_PARAM_CHARS)
         return json.encode(error_body(message, self.kind, param=param, code=self.code))
+
+
+def _quotable(text: str, max_chars: int) -> str:
+    """Text that may quote what a client sent, which need be neither short nor encodable. Its ends are kept: the last
+    words say what to do."""
+    if len(text) > max_chars:
+        text = f"{text[: max_chars // 2]} [...] {text[-max_chars // 2 :]}"
+    return text.encode(errors="replace").decode()
 
 
 def describe(error: HarnessError) -> ApiError:

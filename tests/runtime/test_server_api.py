@@ -257,6 +257,23 @@ def test_every_error_has_openais_shape(plain_server: Any, method: str, path: str
     assert server.chat().status_code == 200
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"é" * (1 << 20): 1},
+        {"messages": [{"role": "user", "content": "x", "z" * (1 << 20): 1}]},
+        {"model": "m" * (1 << 20)},
+        {"seed": 10**4000},
+    ],
+)
+def test_what_an_error_quotes_is_cut(plain_server: Any, body: dict[str, Any]) -> None:
+    response = plain_server.chat(**body)
+    assert response.status_code in (400, 404)
+    assert len(response.content) < 4000
+    if "model" in body:
+        assert "served: 'scripted'" in response.json()["error"]["message"]
+
+
 def test_json_that_is_not_labelled_as_json_is_told_so(plain_server: Any) -> None:
     content = b'{"model": "scripted", "prompt": "x"}'
     form = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d sends by itself
