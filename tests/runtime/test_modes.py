@@ -75,12 +75,18 @@ class Outcome:
 def _run(
     executor: OpenVinoExecutor, requests: list[Request], *, num_blocks: int | None = None, **limits: int
 ) -> Outcome:
+    """All requests in a fresh engine."""
     recording = RecordingExecutor(executor, num_blocks)
-    core = EngineCore(recording, SchedulerConfig(max_model_len=1024, **limits))
-    outcome = Outcome(logits=recording.rows)
+    outcome = _drain(EngineCore(recording, SchedulerConfig(max_model_len=1024, **limits)), requests)
+    outcome.logits = recording.rows
+    return outcome
+
+
+def _drain(core: EngineCore, requests: list[Request]) -> Outcome:
+    """Add the requests at once and step until nothing is left."""
+    outcome = Outcome(tokens={request.request_id: [] for request in requests})
     for request in requests:
         core.add_request(request)
-        outcome.tokens[request.request_id] = []
     while core.has_work:
         for chunk in core.step():
             outcome.tokens[chunk.request_id] += chunk.token_ids
@@ -178,26 +184,16 @@ def test_answers_in_the_cache_equal_answers_computed_again(exact: OpenVinoExecut
     first = Request(request_id="1", prompt_token_ids=tokenizer.encode(_QUESTIONS[0]), sampling=greedy)
     recording = RecordingExecutor(exact)
     core = EngineCore(recording, SchedulerConfig(max_model_len=1024))
-    answer = _drain(core, first)
+    answer = _drain(core, [first])
     second = Request(
         request_id="2", prompt_token_ids=[*first.prompt_token_ids, *answer.tokens["1"], 198], sampling=greedy
     )
-    warm = _drain(core, second)
+    warm = _drain(core, [second])
     cold = _run(exact, [second])
     assert warm.cached["2"] >= 64
     assert cold.cached["2"] == 0
     warm.logits = recording.rows
     assert _same(cold, warm)
-
-
-def _drain(core: EngineCore, request: Request) -> Outcome:
-    outcome = Outcome(tokens={request.request_id: []})
-    core.add_request(request)
-    while core.has_work:
-        for chunk in core.step():
-            outcome.tokens[chunk.request_id] += chunk.token_ids
-            outcome.cached[chunk.request_id] = chunk.num_cached_tokens
-    return outcome
 
 
 def test_preempted_equals_undisturbed(exact: OpenVinoExecutor, tokenizer: Tokenizer) -> None:
@@ -281,16 +277,8 @@ def test_fast_mode_reads_its_8_bit_cache_back(
     reference = _run(exact, requests[:1]).logits["0", last]
     recording = RecordingExecutor(fast, num_blocks=16)
     core = EngineCore(recording, SchedulerConfig(max_model_len=256))
-    _drain(core, requests[0])
-    outcome = Outcome()
-    for request in requests[1:]:
-        core.add_request(request)
-        outcome.tokens[request.request_id] = []
-    while core.has_work:
-        for chunk in core.step():
-            outcome.tokens[chunk.request_id] += chunk.token_ids
-            outcome.cached[chunk.request_id] = chunk.num_cached_tokens
-        core.check_integrity()
+    _drain(core, requests[:1])
+    outcome = _drain(core, requests[1:])
     assert {len(tokens) for tokens in outcome.tokens.values()} == {40}
     assert set(outcome.cached.values()) == {last // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK}
     rows = np.array([recording.rows[request.request_id, last] for request in requests])
