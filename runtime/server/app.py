@@ -119,7 +119,9 @@ def _add_error_handlers(app: FastAPI, service: CompletionService) -> None:
 
     @app.exception_handler(StarletteHTTPException)
     async def on_http_error(http: Request, error: StarletteHTTPException) -> Response:
-        code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}.get(error.status_code)
+        code = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}.get(
+            error.status_code
+        )
         message = f"{error.detail}: {http.method} {http.url.path}"
         return answer(
             http,

@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5
 _BACKLOG = 1024
+# Longer than clients (5 s) and proxies (60 s) keep one: who closes an idle connection first must not be the side that
+# cannot know whether a request is on its way.
+_KEEP_ALIVE_S = 75
 
 
 class ListenError(HarnessError):
@@ -65,6 +68,7 @@ def uvicorn_config(service: CompletionService) -> uvicorn.Config:
         access_log=False,
         lifespan="off",
         ws="none",
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
     )
 

@@ -10,6 +10,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ from harness.runtime.server.openai_shapes import ChatShape, CompletionShape, Jso
 from harness.runtime.server.protocol import ChatCompletionRequest, CompletionRequest
 from harness.runtime.text_stream import Delta, TextStream
 from harness.tokenizer import Tokenizer
+
+_NUM_ENCODERS = 2  # prompts encoded at once: each may take a hundred times its size, and the cores are the engine's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +82,7 @@ class CompletionService:
         self._max_active = max_active
         self._tokenizer = tokenizer
         self._flush_policy = flush_policy or FlushPolicy()
+        self._encoders = ThreadPoolExecutor(_NUM_ENCODERS, thread_name_prefix="encode")
 
     async def answer(
         self, endpoint: str, body: ChatCompletionRequest | CompletionRequest, credential: str
@@ -127,15 +131,11 @@ class CompletionService:
         if body.model != self.model:
             raise UnknownModelError(f"the model {body.model!r} is not served here", f"served: {self.model!r}")
         # a long prompt takes a while to encode; the threads of `tokenizers` leave the event loop alone
-        token_ids, splitter, echo = await asyncio.to_thread(self._encode, body)
+        loop = asyncio.get_running_loop()
+        token_ids, splitter, echo = await loop.run_in_executor(self._encoders, self._encode, body)
         room = self.max_model_len - len(token_ids)
         if room < 1:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens; this server's context is {self.max_model_len} tokens, prompt "
-                "and answer together",
-                param="messages" if isinstance(body, ChatCompletionRequest) else "prompt",
-                code="context_length_exceeded",
-            )
+            raise self._too_long(f"{len(token_ids)} tokens", body)
         wanted = body.wanted_tokens()
         request = Request(
             request_id=uuid.uuid4().hex,
@@ -164,15 +164,31 @@ class CompletionService:
     ) -> tuple[list[int], ReasoningSplitter | None, str]:
         if isinstance(body, ChatCompletionRequest):
             prompt = self._tokenizer.render_chat([message.as_template_input() for message in body.messages])
-            return self._tokenizer.encode(prompt), ReasoningSplitter.for_prompt(prompt), ""
+            return self._encode_text(prompt, body), ReasoningSplitter.for_prompt(prompt), ""
         given = body.only_prompt()
         if not given:
             raise RequestError(
                 "prompt is empty; allowed: a text or a list of token ids", param="prompt", code="empty_prompt"
             )
         if isinstance(given, str):
-            return self._tokenizer.encode(given), None, given if body.echo else ""
+            return self._encode_text(given, body), None, given if body.echo else ""
+        if len(given) >= self.max_model_len:
+            raise self._too_long(f"{len(given)} tokens", body)
         return given, None, self._tokenizer.decode(given) if body.echo else ""
+
+    def _encode_text(self, text: str, body: ChatCompletionRequest | CompletionRequest) -> list[int]:
+        # seconds and gigabytes go into encoding what a body may hold, so text that cannot fit is not encoded
+        least = len(text) // self._tokenizer.max_token_chars
+        if least > self.max_model_len:
+            raise self._too_long(f"{len(text)} characters, at least {least} tokens", body)
+        return self._tokenizer.encode(text)
+
+    def _too_long(self, size: str, body: ChatCompletionRequest | CompletionRequest) -> RequestError:
+        return RequestError(
+            f"the prompt has {size}; this server's context is {self.max_model_len} tokens, prompt and answer together",
+            param="messages" if isinstance(body, ChatCompletionRequest) else "prompt",
+            code="context_length_exceeded",
+        )
 
     async def _whole(self, completion: Completion) -> bytes:
         async with aclosing(self._deltas(completion)) as deltas:

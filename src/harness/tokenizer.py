@@ -44,7 +44,8 @@ class Tokenizer:
     """A model's tokenizer with its chat template. Safe to use from several threads.
 
     `bos_token_id` is None for a model without one; `eos_token_ids` are those of the generation config, then the
-    tokenizer's own; `adds_bos` says whether `encode` begins text with a BOS; `vocab_size` is the largest id plus one.
+    tokenizer's own; `adds_bos` says whether `encode` begins text with a BOS; `vocab_size` is the largest id plus one;
+    no token stands for more than `max_token_chars` characters.
 
     Raises:
         TokenizerError: the file is not a byte-level tokenizer, a special token is not in its vocabulary, or what ends
@@ -58,7 +59,9 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {i: token.content for i, token in added.items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values()) + 1
+        self.max_token_chars = max(map(len, vocab))  # in byte symbols, of which a character has one or more
         self.bos_token_id = self._special_id(files.special_tokens, "bos_token")
         eos = generation_config.get("eos_token_id")
         named = self._special_id(files.special_tokens, "eos_token")

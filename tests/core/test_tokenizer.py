@@ -52,6 +52,13 @@ def test_bos_comes_from_the_template_alone_where_the_tokenizer_adds_none(make_to
     assert tokenizer.encode("hi") == tokenizer.encode("hi", add_special_tokens=False)
 
 
+def test_no_token_is_longer_than_the_longest(deepseek: Tokenizer) -> None:
+    longest = max(len(deepseek.decode([i], skip_special_tokens=False)) for i in range(deepseek.vocab_size))
+    assert longest <= deepseek.max_token_chars == 128
+    for text in ("-" * 10_000, "\n" * 10_000, "  " * 5_000, "<｜begin▁of▁sentence｜>" * 100):
+        assert len(deepseek.encode(text)) >= len(text) / deepseek.max_token_chars
+
+
 def test_a_model_without_bos_gets_none(make_tokenizer: Make) -> None:
     tokenizer = Tokenizer(make_tokenizer(bos=None, chat_template=CHAT_WITH_BOS), generation_config={})
     assert tokenizer.bos_token_id is None

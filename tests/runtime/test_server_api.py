@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 
 from harness.errors import EngineDeadError, OverloadedError, RequestError
 from harness.runtime.request import FinishReason, Request, TokenChunk
+from harness.runtime.server.serve import uvicorn_config
 from harness.runtime.server.service import cache_salt
 
 
@@ -231,6 +232,32 @@ def test_prompt_over_the_context_is_refused_and_the_next_request_works(plain_ser
     assert server.complete().status_code == 200
 
 
+def test_idle_connections_outlive_those_of_clients_and_proxies(plain_server: Any) -> None:
+    assert uvicorn_config(plain_server.service).timeout_keep_alive > 60
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_text_that_cannot_fit_is_refused_without_being_encoded(
+    plain_server: Any, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, chat: bool
+) -> None:
+    longest = byte_tokenizer.max_token_chars
+    text = "x" * (longest * 4_000 + 1)
+
+    def never(*_: Any, **__: Any) -> list[int]:
+        raise AssertionError("encoded")
+
+    monkeypatch.setattr(type(byte_tokenizer), "encode", never)
+    server = plain_server
+    response = server.chat(messages=[{"role": "user", "content": text}]) if chat else server.complete(prompt=text)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == ("messages" if chat else "prompt")
+    assert "at least 4000 tokens" in error["message"] or chat
+    monkeypatch.undo()
+    assert server.complete().status_code == 200
+
+
 def test_no_chat_template_is_the_clients_error(scripted_server: Any, answer: Any, tokenizer_with_template: Any) -> None:
     response = scripted_server(answer(""), tokenizer=tokenizer_with_template(None)).chat()
     assert response.status_code == 400
@@ -244,6 +271,7 @@ def test_no_chat_template_is_the_clients_error(scripted_server: Any, answer: Any
         ("GET", "/v1/chat/completions", b"", 405),
         ("POST", "/v1/chat/completions", b"{not json", 400),
         ("POST", "/v1/chat/completions", b"[1]", 400),
+        ("POST", "/v1/chat/completions", b'{"user": "\xff"}', 400),
         ("POST", "/v1/completions", b'{"model": "scripted", "prompt": "\\ud800"}', 400),
         ("POST", "/v1/chat/completions", b"[" * 100_000, 400),
         ("POST", "/v1/chat/completions", b'{"messages": "' + b"x" * (9 << 20) + b'"}', 413),
