@@ -7,6 +7,7 @@ exits. It owns no HTTP and no text. SIGINT is left to the parent, for Ctrl-C rea
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -123,7 +124,7 @@ def run(load_core: Load, address: str) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = wire.decode_config(sys.stdin.buffer.readline())
-    parent = threading.Thread(target=_exit_with_parent, daemon=True)
+    parent = threading.Thread(target=_exit_with_parent, args=(address,), daemon=True)
     parent.start()
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.set_hwm(0)  # never block: the parent may be slow, the engine must not be
@@ -138,10 +139,14 @@ def run(load_core: Load, address: str) -> None:
     serve(core, socket)
 
 
-def _exit_with_parent() -> None:
+def _exit_with_parent(address: str) -> None:
     # the descriptor and not sys.stdin, whose lock would be in the way of the interpreter's own exit
     while os.read(0, 4096):
         pass
+    socket_path = address.removeprefix("ipc://")
+    with contextlib.suppress(OSError):  # a parent that was killed left its private folder behind
+        os.unlink(socket_path)
+        os.rmdir(os.path.dirname(socket_path))
     os._exit(1)
 
 

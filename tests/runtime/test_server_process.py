@@ -248,8 +248,11 @@ def test_sigterm_in_mid_stream_drains(smollm2_engine: Path) -> None:
 def test_the_engine_ends_with_a_killed_server(smollm2_engine: Path) -> None:
     with running(smollm2_engine) as server:
         engine = server.engine()
+        folder = Path(engine.cmdline()[-2].removeprefix("ipc://")).parent
+        assert folder.is_dir()
         os.kill(server.process.pid, signal.SIGKILL)
         engine.wait(5)
+        assert not folder.exists()
 
 
 def test_a_changed_file_is_refused_by_name(smollm2_engine: Path, tmp_path: Path) -> None:
