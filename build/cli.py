@@ -82,13 +82,18 @@ def build(
     chosen = written or preset(precision or default_preset(spec), spec)
     resolved = chosen.resolve(spec)
     counts = ", ".join(f"{count} x {name}" for name, count in summarize(resolved).items())
-    console.print(f"{source.name}: {spec.architecture}, {spec.num_layers} layers, recipe {chosen.name} ({counts})")
+    console.print(
+        f"{source.name}: {spec.architecture}, {spec.num_layers} layers, recipe {chosen.name} ({counts})", soft_wrap=True
+    )
     console.print(
         f"weights {gib(weights_bytes(spec, resolved))}, of which a decoded token reads "
         f"{gib(bytes_read_per_token(spec, resolved))}; KV {kv_layout(spec).bytes_per_token('u8'):,} bytes a token"
     )
+    if written:
+        for pattern in written.unused_rules(spec):
+            console.print(f"note: the recipe's rule {pattern!r} decides no layer of this model", soft_wrap=True)
     columns = (TextColumn("lowering"), BarColumn(), MofNCompleteColumn(), TextColumn("layers"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=spec.num_layers)
         built = build_cpu_engine(
             source,

@@ -6,6 +6,7 @@ nothing, not even the folders it made for the engine to lie in; what a killed on
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -21,6 +22,7 @@ from harness.errors import BuildError, EngineError
 from harness.manifest import MANIFEST_NAME, read_manifest, verify_files
 
 _TEMPORARY = ".building-"
+_ATTEMPTS = 100  # other builds may remove a folder again and again, but not for ever
 
 
 def engine_id(
@@ -119,7 +121,7 @@ def _made(folder: Path) -> Iterator[None]:
 
 def _make_locked(parent: Path) -> tuple[Path, int]:
     """A new folder and a descriptor that holds its lock; until then, another build may take it for a leftover."""
-    while True:
+    for _ in range(_ATTEMPTS):
         parent.mkdir(parents=True, exist_ok=True)  # a build that failed may have removed it
         stage = parent / f"{_TEMPORARY}{secrets.token_hex(6)}"
         try:
@@ -134,6 +136,7 @@ def _make_locked(parent: Path) -> tuple[Path, int]:
         except BlockingIOError:  # another build is about to remove it
             pass
         os.close(lock)
+    raise FileNotFoundError(errno.ENOENT, "no folder can be made there", str(parent))
 
 
 def _lock(folder: int) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from rich.console import Console
@@ -97,10 +98,12 @@ class Chat:
 
 def converse(chat: Chat, loop: asyncio.AbstractEventLoop) -> None:
     """Read questions from the terminal until /exit or the end of input."""
-    print(_HELP)
+    with suppress(ImportError):
+        import readline  # noqa: F401  (gives input() line editing and history)
+    print(_HELP, file=sys.stderr)
     while True:
         try:
-            question = input("> ").strip()
+            question = input("> " if sys.stdin.isatty() else "").strip()
         except (EOFError, KeyboardInterrupt):
             print()
             return
@@ -109,12 +112,12 @@ def converse(chat: Chat, loop: asyncio.AbstractEventLoop) -> None:
         if question == "/reset":
             chat.reset()
         elif question.startswith("/"):
-            print(_HELP)
+            print(_HELP, file=sys.stderr)
         elif question:
             try:
                 run_interruptible(chat.ask(question), loop)
             except HarnessError as error:
-                print(f"error: {error}")
+                print(f"error: {error}", file=sys.stderr)
 
 
 def run_interruptible(work: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop) -> None:

@@ -74,8 +74,8 @@ KvCacheOption = Annotated[
     typer.Option(
         "--kv-cache-memory",
         help="Memory for the KV cache, such as 2GiB (2^30 bytes) or 512MB (10^6). More means more sequences at once "
-        "and longer reuse of prefixes; it is taken as it is used. Default: what --max-num-seqs sequences of full "
-        "length need, at most half of the memory left beside the weights and a reserve of 12 %.",
+        "and longer reuse of prefixes; it is taken as it is used. Default: what the sequences that may run together "
+        "need at full length, at most half of the memory left beside the weights and a reserve of 12 %.",
     ),
 ]
 ThreadsOption = Annotated[
@@ -86,7 +86,7 @@ DeterministicOption = Annotated[
     typer.Option(
         "--deterministic",
         help="Compute in f32 with an f32 KV cache: the same prompt gives the same tokens whatever else is running. "
-        "Slower, and about four times the KV memory.",
+        "Slower, and about 3.5 times the KV memory.",
     ),
 ]
 
@@ -224,6 +224,7 @@ def chat(
         system=system,
         sampling=sampling,
     )
+    typer.echo("loading the engine ...", err=True)
     loop = asyncio.new_event_loop()
     try:
         run_interruptible(backend.start(), loop)

@@ -67,7 +67,7 @@ class EngineConfig:
         for name in ("kv_cache_bytes", "num_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(f"{name} is {value}", "allowed: 1 or more")
+                raise UsageError(f"{_flag(name)} is {value}", "allowed: 1 or more")
         self._scheduler(2 if self.max_model_len is None else self.max_model_len)  # checks the rest
 
     def resolve(self, manifest: EngineManifest, *, available_bytes: int, num_cores: int) -> ResolvedConfig:
@@ -111,7 +111,8 @@ class EngineConfig:
             )
         except ValueError as error:
             seen, _, allowed = str(error).partition("; ")
-            raise UsageError(seen, allowed) from None
+            name, _, value = seen.partition(" ")
+            raise UsageError(f"{_flag(name)} {value}", allowed) from None
 
     def _kv_cache_bytes(self, ledger: Ledger, max_model_len: int) -> int:
         weights, memory, left = gib(ledger.weights_bytes), gib(ledger.memory_bytes), ledger.kv_cache_bytes
@@ -144,3 +145,9 @@ class EngineConfig:
 
 def _mib(num_bytes: int) -> str:
     return f"{math.ceil(num_bytes / _MIB)}MiB"
+
+
+def _flag(name: str) -> str:
+    """The option of the command line that sets a field."""
+    renamed = {"kv_cache_bytes": "kv_cache_memory", "num_threads": "threads"}
+    return "--" + renamed.get(name, name).replace("_", "-")

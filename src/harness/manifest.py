@@ -127,6 +127,8 @@ def read_manifest(engine_dir: Path) -> EngineManifest:
         EngineError: no engine there, a manifest of another schema, or a broken one.
     """
     path = engine_dir / MANIFEST_NAME
+    if not engine_dir.is_dir():
+        raise EngineError(f"there is no folder {engine_dir}", f"relative paths are taken from {Path.cwd()}")
     if not path.is_file():
         raise EngineError(
             f"no engine in {engine_dir} (it has no {MANIFEST_NAME})",

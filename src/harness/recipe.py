@@ -114,13 +114,17 @@ class Recipe:
         shapes = linear_shapes(spec)
         resolved = {name: _fit(self.precision_of(name), shape[1]) for name, shape in shapes.items()}
         for layer_modules in fused_groups(spec):
-            seen = {str(resolved[name]) for name in layer_modules}
-            if len(seen) > 1:
-                raise RecipeError(
-                    f"{', '.join(layer_modules[:3])} are fused into one matrix but have {', '.join(sorted(seen))}",
-                    "give them one precision",
-                )
+            by_precision = {resolved[name]: name for name in reversed(layer_modules)}
+            if len(by_precision) > 1:
+                given = ", ".join(f"{name} ({precision})" for precision, name in by_precision.items())
+                raise RecipeError(f"{given} are fused into one matrix", "give them one precision")
         return resolved
+
+    def unused_rules(self, spec: ModelSpec) -> list[str]:
+        """Patterns that decide no module of a model: often a misspelt name."""
+        modules = list(linear_shapes(spec))
+        used = {next((p for p, _ in self.rules if fnmatchcase(module, p)), "") for module in modules}
+        return [pattern for pattern, _ in self.rules if pattern not in used]
 
 
 def _fit(precision: Precision, in_features: int) -> Precision:
@@ -257,7 +261,9 @@ def load_recipe(path: Path) -> Recipe:
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
         parsed = _RecipeFile.model_validate(raw)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError, RecursionError) as error:
+    except OSError as error:
+        raise RecipeError(f"cannot read the recipe {path}: {error.strerror}", "check --recipe") from None
+    except (UnicodeDecodeError, yaml.YAMLError, ValidationError, RecursionError) as error:
         reason = _describe_invalid(error) if isinstance(error, ValidationError) else error
         raise RecipeError(f"{path} is not a recipe: {reason}", "see docs/build.md for the form") from None
     return Recipe(name=parsed.name, rules=tuple((r.match, Precision.parse(r.precision)) for r in parsed.rules))

@@ -285,7 +285,7 @@ def test_a_bad_recipe_is_refused(text: str, model: Path, tmp_path: Path, build: 
         # told before the model is looked at, which may be hours of download
         (["--model", "nowhere", "--precision", "int3"], 2, "allowed: f16, int8, int4"),
         (["--model", "nowhere", "--precision", ""], 2, "allowed: f16, int8, int4"),
-        (["--model", "nowhere", "--recipe", "r.yaml"], 1, "r.yaml is not a recipe"),
+        (["--model", "nowhere", "--recipe", "r.yaml"], 1, "cannot read the recipe r.yaml"),
         (["--model", "nowhere"], 1, "nothing at 'nowhere'"),
         (["--model", "x" * 5000], 1, "nothing"),
         (["--model", "~nobody-of-that-name/m"], 1, "nothing can be at"),
@@ -293,9 +293,10 @@ def test_a_bad_recipe_is_refused(text: str, model: Path, tmp_path: Path, build: 
         (["--model", "tiny", "--out", "file"], 1, "exists and is not an engine"),
         (["--model", "tiny", "--out", "tiny"], 1, "exists and is not an engine"),
         (["--model", "tiny", "--out", "file/engine"], 1, "cannot write file/engine"),
+        (["--model", "tiny", "--out", "/proc/engine"], 1, "cannot write /proc/engine"),
         (["--model", "tiny", "--out", "x" * 300], 1, "too long"),
         (["inspect", "--engine", "tiny"], 1, "no engine in tiny"),
-        (["verify", "--engine", "nowhere"], 1, "no engine in nowhere"),
+        (["verify", "--engine", "nowhere"], 1, "there is no folder nowhere"),
     ],
 )
 def test_a_bad_command_line_is_refused(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import RecipeError
-from harness.recipe import dump_recipe, load_recipe, summarize
+from harness.recipe import Precision, Recipe, dump_recipe, load_recipe, summarize
 from harness.spec import ModelSpec
 
 GUIDE = Path(__file__).parents[2] / "docs" / "build.md"
@@ -55,3 +55,17 @@ def test_a_wrong_recipe_is_refused_and_the_field_named(tmp_path: Path, text: str
     with pytest.raises(RecipeError, match=re.escape(said)) as error:
         load_recipe(path)
     assert "errors.pydantic.dev" not in str(error.value)
+
+
+def test_rules_that_decide_nothing_are_named() -> None:
+    int8, f16 = Precision.parse("int8"), Precision.parse("f16")
+    # tied embeddings leave no lm_head; a rule behind one that takes all decides nothing either
+    rules = (("*.q_prj", int8), ("lm_head", int8), ("*.q_proj", int8), ("*", int8), ("*.v_proj", f16))
+    assert Recipe(name="r", rules=rules).unused_rules(SMOLLM2) == ["*.q_prj", "lm_head", "*.v_proj"]
+
+
+def test_parts_of_one_matrix_that_differ_are_shown_with_what_each_has() -> None:
+    rules = (("*.q_proj", Precision.parse("int8")), ("*", Precision.parse("int4-g64")))
+    with pytest.raises(RecipeError, match=r"layers\.0\.self_attn\.q_proj \(int8\)") as error:
+        Recipe(name="r", rules=rules).resolve(SMOLLM2)
+    assert "model.layers.0.self_attn.k_proj (int4-g64)" in str(error.value)

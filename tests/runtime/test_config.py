@@ -83,22 +83,21 @@ def test_a_context_longer_than_the_engines_is_refused(manifest: EngineManifest) 
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("field", "value", "flag"),
     [
-        {"max_num_seqs": 0},
-        {"max_model_len": 0},
-        {"max_model_len": 1},
-        {"num_threads": 0},
-        {"max_num_batched_tokens": 63},
-        {"max_waiting": 0},
-        {"kv_cache_bytes": 0},
+        ("max_num_seqs", 0, "--max-num-seqs"),
+        ("max_model_len", 0, "--max-model-len"),
+        ("max_model_len", 1, "--max-model-len"),
+        ("num_threads", 0, "--threads"),
+        ("max_num_batched_tokens", 63, "--max-num-batched-tokens"),
+        ("max_waiting", 0, "--max-waiting"),
+        ("kv_cache_bytes", 0, "--kv-cache-memory"),
     ],
 )
-def test_values_out_of_range_are_refused(fields: dict[str, Any]) -> None:
+def test_values_out_of_range_are_refused_by_the_name_of_the_flag(field: str, value: int, flag: str) -> None:
     with pytest.raises(UsageError) as caught:
-        config(**fields)
-    ((name, value),) = fields.items()
-    assert caught.value.message == f"{name} is {value}"
+        config(**{field: value})
+    assert caught.value.message == f"{flag} is {value}"
     assert caught.value.hint.startswith("allowed: ")
 
 

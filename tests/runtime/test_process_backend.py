@@ -192,7 +192,7 @@ def test_a_file_in_the_working_directory_does_not_shadow_a_module(
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
 
     async def main() -> None:
-        with pytest.raises(EngineError, match="no engine in unused"):
+        with pytest.raises(EngineError, match="there is no folder unused"):
             await ProcessBackend(CONFIG).start()
 
     asyncio.run(main())

@@ -64,7 +64,7 @@ def test_a_port_in_use_is_refused() -> None:
     ("arguments", "code", "words"),
     [
         (["server"], 2, "no engine under ./engines"),
-        (["server", "--engine", "nowhere"], 1, "no engine in nowhere"),
+        (["server", "--engine", "nowhere"], 1, "there is no folder nowhere"),
         (["server", "--kv-cache-memory", "lots", "--engine", "x"], 2, "'lots' is not a size"),
         (["server", "--log-level", "loud"], 2, "allowed: debug"),
         (["chat", "--prompt", "Hi"], 2, "no engine under ./engines"),

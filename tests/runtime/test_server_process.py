@@ -287,4 +287,4 @@ def test_chat_keeps_its_history_in_the_prefix_cache(smollm2_engine: Path) -> Non
     cached = [int(n) for n in re.findall(r"(\d+) cached", done.stderr)]
     assert cached[0] == 0
     assert cached[1] > cached[2] > 0
-    assert "/reset forgets" in done.stdout
+    assert "/reset forgets" in done.stderr
