@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.arch import resolve_arch
-from harness.console import run_cli
+from harness.console import VersionOption, run_cli
 from harness.errors import UsageError
 
 app = typer.Typer(
@@ -48,6 +48,7 @@ def build(
     recipe: Annotated[
         Path | None, typer.Option(help="A recipe (YAML) with a precision per layer, instead of --precision.")
     ] = None,
+    version: VersionOption = False,
 ) -> None:
     """Build an engine from model weights, for `harness-run` to serve.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.console import run_cli
+from harness.console import VersionOption, run_cli
 from harness.errors import UsageError
 
 if TYPE_CHECKING:  # the real imports wait until a command runs, so that --help is quick
@@ -21,8 +21,13 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    help="Run an engine that `harness-build` made: serve it over HTTP, or talk to it here.",
 )
+
+
+@app.callback()
+def run(version: VersionOption = False) -> None:
+    """Run an engine that `harness-build` made: serve it over HTTP, or talk to it here."""
+
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _LOG_LEVELS = ("debug", "info", "warning", "error")

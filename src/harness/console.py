@@ -1,4 +1,4 @@
-"""How the two console scripts end: errors as text and an exit code, never a traceback for a user's mistake.
+"""What the two console scripts share: `--version`, and how they end, never in a traceback for a user's mistake.
 
 Exit codes: 0 done, 1 error, 2 wrong usage, 130 interrupted.
 """
@@ -6,10 +6,23 @@ Exit codes: 0 done, 1 error, 2 wrong usage, 130 interrupted.
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
+import harness
 from harness.errors import HarnessError, UsageError
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(harness.__version__)
+        raise typer.Exit
+
+
+VersionOption = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+]
 
 
 def run_cli(app: typer.Typer) -> None:

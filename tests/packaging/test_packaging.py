@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+import harness
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"src/harness": "harness", "build": "harness/build", "runtime": "harness/runtime", "calib": "harness/calib"}
 
@@ -99,6 +101,7 @@ def test_wheel_is_typed_and_licensed(distributions: Distributions) -> None:
 @pytest.mark.parametrize("command", ["harness-build", "harness-run"])
 def test_console_scripts_run_from_another_folder(environment: Path, command: str, tmp_path: Path) -> None:
     assert "Usage" in run(environment / command, "--help", cwd=tmp_path)
+    assert run(environment / command, "--version", cwd=tmp_path).strip() == harness.__version__
     assert not list(tmp_path.iterdir())
 
 
