@@ -16,7 +16,6 @@ import harness
 from harness.arch import CPU
 from harness.build.lowering.decoder import LOWERING_VERSION, build_stateful_model
 from harness.build.lowering.weights import Spool, WeightLowering
-from harness.build.source import WeightSource
 from harness.build.store import check_free_space, engine_id, existing_engine, staged
 from harness.build.tokenizer_check import check_tokenizer
 from harness.build.weight_check import check_weights
@@ -36,6 +35,7 @@ from harness.manifest import (
 from harness.recipe import Precision, Recipe, linear_shapes, num_linear_parameters
 from harness.spec import MlaSpec, ModelSpec
 from harness.tokenizer import Tokenizer
+from harness.weight_source import WeightSource
 
 _DISK_FACTOR = 2.1  # the spool of finished constants and the engine's own file stand beside each other for a while
 _GRAPH_BYTES = 16 << 20  # more than model.xml takes

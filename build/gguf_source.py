@@ -18,10 +18,10 @@ from gguf.quants import dequantize
 from harness.build.fingerprint import fingerprint_files
 from harness.build.gguf_file import GgufFile, GgufTensor
 from harness.build.gguf_tokenizer import read_generation_config, read_tokenizer
-from harness.build.source import FloatArray, TokenizerFiles, row_range, safe_name
 from harness.errors import SourceError, UnsupportedModelError
 from harness.rope import Llama3Scaling, RopeSpec
 from harness.spec import ModelSpec
+from harness.weight_source import FloatArray, TokenizerFiles, row_range, safe_name
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 _GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

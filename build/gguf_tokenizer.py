@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from harness.build.source import TokenizerFiles
 from harness.errors import SourceError, UnsupportedModelError
+from harness.weight_source import TokenizerFiles
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 _ROLES = {

@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from harness.build.fingerprint import fingerprint_files
 from harness.build.hf_tokenizer import TOKENIZER_FILES, read_json, read_tokenizer
-from harness.build.source import FloatArray, TokenizerFiles, row_range, safe_name, some
 from harness.errors import SourceError, UnsupportedModelError
 from harness.spec import ModelSpec
+from harness.weight_source import FloatArray, TokenizerFiles, row_range, safe_name, some
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from harness.build.source import TokenizerFiles
 from harness.errors import SourceError, TokenizerError
+from harness.weight_source import TokenizerFiles
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")

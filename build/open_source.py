@@ -8,8 +8,8 @@ from pathlib import Path
 from harness.build.gguf_source import GgufSource
 from harness.build.hf_source import HfFolderSource
 from harness.build.hub import fetch_from_hub
-from harness.build.source import WeightSource
 from harness.errors import SourceError
+from harness.weight_source import WeightSource
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _FORMS = "give a Hugging Face folder, a .gguf file, or a hub id such as deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"

@@ -11,10 +11,10 @@ import re
 
 import numpy as np
 
-from harness.build.source import WeightSource, some
 from harness.errors import SourceError, UnsupportedModelError
 from harness.recipe import linear_shapes
 from harness.spec import MlaSpec, ModelSpec
+from harness.weight_source import WeightSource, some
 
 _ONE_RELEASE = "take weights and config.json from one and the same release"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -19,9 +19,9 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from harness.build.lowering.quantize import QuantizedRows, pack_nibbles, quantize_rows
-from harness.build.source import FloatArray, WeightSource
 from harness.errors import BuildError
 from harness.recipe import F16, Precision
+from harness.weight_source import FloatArray, WeightSource
 
 _CHUNK_ELEMENTS = 1 << 22  # f32 values read and quantized at a time: 16 MiB
 

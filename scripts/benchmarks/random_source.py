@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from harness.build.source import FloatArray
 from harness.build.weight_check import expected_shapes
 from harness.spec import ModelSpec
 from harness.tokenizer import TokenizerFiles
+from harness.weight_source import FloatArray
 
 R1_DISTILL_QWEN_1_5B: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],

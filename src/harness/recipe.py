@@ -20,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from harness.errors import RecipeError
 from harness.spec import MlaSpec, ModelSpec
 
-_NOTATION = re.compile(r"^(f16|int8|int4)(?:-(channel|g(\d+)))?(-zp)?$")
+_NOTATION = re.compile(r"^(f16|int8|int4)(?:-(channel|g(\d+)))?(-zp|-a8)?$")
+_SUFFIX_OF = {"-zp": "int4", "-a8": "int8"}
 GROUP_SIZES = (32, 64, 128)
 PRESETS = ("f16", "int8", "int4")
 
@@ -29,17 +30,21 @@ PRESETS = ("f16", "int8", "int4")
 class Precision:
     """How one weight matrix `(out, in)` is stored.
 
-    `f16`: half precision. `int8`: one scale per output channel, symmetric. `int4`: one scale per group of
-    `group_size` inputs, or per output channel where it is None; symmetric, or with a zero point per group.
+    `f16`: half precision. `int8`: one scale per output channel, symmetric; with `int8_activations`, its inputs are
+    quantized to int8 too where the arch multiplies integers. `int4`: one scale per group of `group_size` inputs, or per
+    output channel where it is None; symmetric, or with a zero point per group.
 
-    Written as `f16`, `int8`, `int4-g128`, `int4-channel`, each int4 form with `-zp` for zero points.
+    Written as `f16`, `int8`, `int8-a8`, `int4-g128`, `int4-channel`, each int4 form with `-zp` for zero points.
     """
 
     dtype: Literal["f16", "int8", "int4"]
     group_size: int | None = None
     symmetric: bool = True
+    int8_activations: bool = False
 
     def __post_init__(self) -> None:
+        if self.int8_activations and self.dtype != "int8":
+            raise ValueError(f"{self.dtype} with int8 activations: only int8 weights have them")
         if self.group_size is not None and (self.dtype != "int4" or self.group_size not in GROUP_SIZES):
             raise ValueError(f"group_size {self.group_size} with {self.dtype}: only int4 has groups, of {GROUP_SIZES}")
         if not self.symmetric and self.dtype != "int4":
@@ -47,7 +52,7 @@ class Precision:
 
     def __str__(self) -> str:
         if self.dtype != "int4":
-            return self.dtype
+            return self.dtype + "-a8" * self.int8_activations
         group = "channel" if self.group_size is None else f"g{self.group_size}"
         return f"int4-{group}{'' if self.symmetric else '-zp'}"
 
@@ -59,12 +64,13 @@ class Precision:
             RecipeError: not a precision.
         """
         found = _NOTATION.match(text)
-        if not found or (found[1] != "int4" and (found[2] or found[4])):
+        if not found or (found[1] != "int4" and found[2]) or (found[4] and found[1] != _SUFFIX_OF[found[4]]):
             raise RecipeError(
-                f"unknown precision {text!r}", "allowed: f16, int8, int4-channel, int4-g32, -g64, -g128, each with -zp"
+                f"unknown precision {text!r}",
+                "allowed: f16, int8, int8-a8, int4-channel, int4-g32, -g64, -g128, each int4 with -zp",
             )
         if found[1] != "int4":
-            return cls(dtype=found[1])  # type: ignore[arg-type]
+            return cls(dtype=found[1], int8_activations=found[4] is not None)  # type: ignore[arg-type]
         group_size = int(found[3]) if found[3] else (None if found[2] else 128)
         try:
             return cls(dtype="int4", group_size=group_size, symmetric=found[4] is None)

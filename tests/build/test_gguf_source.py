@@ -14,11 +14,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness.build.gguf_source import GgufSource
-from harness.build.source import FloatArray
 from harness.errors import HarnessError, SourceError, UnsupportedModelError
 from harness.rope import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
 from harness.spec import GqaSpec
 from harness.tokenizer import Tokenizer
+from harness.weight_source import FloatArray
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, VOCAB = 4, 2, 8, 32, 300
 _LAYER = "model.layers.0."

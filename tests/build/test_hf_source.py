@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 from harness.build.hf_source import HfFolderSource
-from harness.build.source import FloatArray
 from harness.errors import HarnessError, SourceError, TokenizerError, UnsupportedModelError
 from harness.tokenizer import TokenizerFiles
+from harness.weight_source import FloatArray
 
 CONFIG: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2}
 FP8_CONFIG = CONFIG | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}

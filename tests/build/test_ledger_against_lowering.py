@@ -11,10 +11,10 @@ import pytest
 
 from harness.build.lowering.decoder import build_stateful_model
 from harness.build.lowering.weights import Spool, WeightLowering
-from harness.build.source import FloatArray
 from harness.ledger import weights_bytes
 from harness.recipe import Precision, Recipe, linear_shapes, preset
 from harness.spec import MlaSpec, ModelSpec
+from harness.weight_source import FloatArray
 
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 3,

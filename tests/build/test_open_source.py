@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 from harness.build.gguf_source import GgufSource
 from harness.build.hf_source import HfFolderSource
 from harness.build.open_source import open_source
-from harness.build.source import safe_name
 from harness.errors import SourceError
+from harness.weight_source import safe_name
 
 
 @pytest.fixture
