@@ -20,7 +20,7 @@ def log_softmax(logits: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
 
 
 def kl_divergence(baseline: npt.NDArray[np.floating], logits: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
-    """KL divergence of the baseline's distribution from the other's, `(positions,)`, both logits `(positions, vocab)`."""
+    """KL divergence of the baseline from the other, `(positions,)`, both logits `(positions, vocab)`."""
     log_p, log_q = log_softmax(baseline), log_softmax(logits)
     return np.asarray((np.exp(log_p) * (log_p - log_q)).sum(axis=-1))
 

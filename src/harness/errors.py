@@ -40,6 +40,10 @@ class TokenizerError(HarnessError):
     """A tokenizer or chat template is missing or fails its checks."""
 
 
+class CalibrationError(HarnessError):
+    """A calibration set, or a quantizer's result on it, is refused."""
+
+
 class BuildError(HarnessError):
     """Lowering or writing an engine failed; nothing half-made is left behind."""
 
