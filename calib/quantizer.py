@@ -91,7 +91,7 @@ def _choose_scales(
     if not torch.isfinite(weight).all():
         raise CalibrationError(f"{name} has a NaN or infinite value", "take the weights from their release again")
     observer = IMatrixMSEObserver("weight", args.model_copy())
-    observer.maxshrink, observer.grid, observer.norm = 0.4, 50, 2.4
+    observer.maxshrink, observer.grid, observer.norm = (0.4 if args.num_bits == 4 else 0.0), 20, 2.4
     if second_moments.any():
         observer._imatrix_sum, observer._imatrix_count = second_moments.float(), torch.tensor(1)
     chosen = observer(weight).get_qparams()

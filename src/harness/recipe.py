@@ -77,6 +77,19 @@ class Precision:
         except ValueError as error:
             raise RecipeError(str(error), "allowed group sizes: 32, 64, 128") from None
 
+    def fit(self, in_features: int) -> Precision:
+        """This precision, or the nearest that a matrix of so many inputs can be stored in.
+
+        A group that does not divide the inputs falls to the largest smaller one that does, else to per channel; int4
+        over an odd number of inputs, which cannot be packed, to int8.
+        """
+        if self.dtype == "int4" and in_features % 2:
+            return INT8
+        if self.group_size is None or in_features % self.group_size == 0:
+            return self
+        fitting = [g for g in GROUP_SIZES if g < self.group_size and in_features % g == 0]
+        return Precision(dtype="int4", group_size=max(fitting) if fitting else None, symmetric=self.symmetric)
+
     def bits_per_weight(self, in_features: int) -> float:
         """Storage in bits per weight, f16 scales and 4-bit zero points included."""
         if self.dtype == "f16":
@@ -111,14 +124,13 @@ class Recipe:
     def resolve(self, spec: ModelSpec) -> dict[str, Precision]:
         """Precision of every quantizable module of a model, in model order.
 
-        A group that does not divide a layer's inputs falls to the largest smaller one that does, else to per channel;
-        int4 over an odd number of inputs, which cannot be packed, to int8.
+        Each is fitted to its layer's inputs, as `Precision.fit` says.
 
         Raises:
             RecipeError: a rule is missing, or modules that are fused into one matrix differ.
         """
         shapes = linear_shapes(spec)
-        resolved = {name: _fit(self.precision_of(name), shape[1]) for name, shape in shapes.items()}
+        resolved = {name: self.precision_of(name).fit(shape[1]) for name, shape in shapes.items()}
         for layer_modules in fused_groups(spec):
             by_precision = {resolved[name]: name for name in reversed(layer_modules)}
             if len(by_precision) > 1:
@@ -131,15 +143,6 @@ class Recipe:
         modules = list(linear_shapes(spec))
         used = {next((p for p, _ in self.rules if fnmatchcase(module, p)), "") for module in modules}
         return [pattern for pattern, _ in self.rules if pattern not in used]
-
-
-def _fit(precision: Precision, in_features: int) -> Precision:
-    if precision.dtype == "int4" and in_features % 2:
-        return INT8
-    if precision.group_size is None or in_features % precision.group_size == 0:
-        return precision
-    fitting = [g for g in GROUP_SIZES if g < precision.group_size and in_features % g == 0]
-    return Precision(dtype="int4", group_size=max(fitting) if fitting else None, symmetric=precision.symmetric)
 
 
 def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
