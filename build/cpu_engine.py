@@ -14,6 +14,7 @@ import openvino as ov
 
 import harness
 from harness.arch import CPU
+from harness.build.checkpoint import QuantizedCheckpoint
 from harness.build.lowering.decoder import LOWERING_VERSION, build_stateful_model
 from harness.build.lowering.weights import Spool, WeightLowering
 from harness.build.store import check_free_space, engine_id, existing_engine, staged
@@ -61,6 +62,8 @@ def build_cpu_engine(
     """Lower a model for `cpu` and store it, or find it built.
 
     Args:
+        source: where the weights are; of a `QuantizedCheckpoint`, decoder linears are lowered bit for bit.
+        recipe: the precision of each module; of a checkpoint, decoder linears must have its own.
         engines_dir: the store; the engine goes to `<engines_dir>/<model>/cpu-<id>` unless `out` names its folder.
         on_layer: called with the number of each finished decoder layer.
 
@@ -70,12 +73,14 @@ def build_cpu_engine(
     spec = source.spec
     check_weights(source)
     resolved = recipe.resolve(spec)
+    if isinstance(source, QuantizedCheckpoint):
+        source.check_recipe(resolved)
     layers = {name: str(precision) for name, precision in resolved.items()}
     versions = {"harness": harness.__version__, "lowering": str(LOWERING_VERSION), "openvino": ov.get_version()}
     compile_settings = _compile_settings(resolved)
-    content_hash = source.fingerprint()
+    fingerprint = source.fingerprint()
     identity = engine_id(
-        content_hash=content_hash,
+        content_hash=fingerprint,
         arch=CPU.name,
         layers=layers,
         versions=versions,
@@ -97,12 +102,12 @@ def build_cpu_engine(
             tokenizer.save(stage)
             manifest = EngineManifest(
                 engine_id=identity,
-                model=_model_part(source, content_hash),
+                model=_model_part(source, fingerprint),
                 arch=CPU.name,
                 backend=CPU.backend,
                 versions=versions,
                 recipe=RecipePart(name=recipe.name, layers=layers, bits_per_weight=_bits_per_weight(spec, resolved)),
-                calibration=CalibrationPart(method="round-to-nearest"),
+                calibration=_calibration_part(source),
                 kv=_kv_part(spec),
                 max_model_len=spec.max_position_embeddings,
                 tokenizer=_tokenizer_part(tokenizer),
@@ -165,8 +170,10 @@ def _check_saved(stage: Path) -> None:
         raise OSError(errno.ENOSPC, f"only {written} of {needed} bytes of model.bin were written")
 
 
-def _model_part(source: WeightSource, content_hash: str) -> ModelPart:
+def _model_part(source: WeightSource, fingerprint: str) -> ModelPart:
     spec = source.spec
+    # the weights that a checkpoint was made from are the model; the checkpoint is named under calibration
+    content_hash = source.record.model.content_hash if isinstance(source, QuantizedCheckpoint) else fingerprint
     return ModelPart(
         name=source.name,
         architecture=spec.architecture,
@@ -175,6 +182,17 @@ def _model_part(source: WeightSource, content_hash: str) -> ModelPart:
         num_layers=spec.num_layers,
         vocab_size=spec.vocab_size,
         max_position_embeddings=spec.max_position_embeddings,
+    )
+
+
+def _calibration_part(source: WeightSource) -> CalibrationPart:
+    if not isinstance(source, QuantizedCheckpoint):
+        return CalibrationPart(method="round-to-nearest")
+    return CalibrationPart(
+        method=source.record.method,
+        fingerprint=source.fingerprint(),
+        checkpoint_id=source.record.checkpoint_id,
+        calibration_set=source.record.calibration_set,
     )
 
 

@@ -132,11 +132,14 @@ class HfFolderSource:
             )
         return tensor
 
-    def _raw(self, tensor: _Tensor) -> npt.NDArray[Any]:
+    def _bytes(self, tensor: _Tensor) -> npt.NDArray[np.uint8]:
         mapped = self._maps.get(tensor.path)
         if mapped is None:
             mapped = self._maps[tensor.path] = np.memmap(tensor.path, dtype=np.uint8, mode="r")
-        return mapped[tensor.begin : tensor.end].view(_RAW_DTYPES[tensor.dtype])
+        return mapped[tensor.begin : tensor.end]
+
+    def _raw(self, tensor: _Tensor) -> npt.NDArray[Any]:
+        return self._bytes(tensor).view(_RAW_DTYPES[tensor.dtype])
 
     def _check_quantization(self) -> tuple[int, int] | None:
         quantization = self.config.get("quantization_config") or {}
@@ -144,10 +147,10 @@ class HfFolderSource:
             raise SourceError(f"{self._path}: quantization_config is {quantization!r}, not an object", _DOWNLOAD_AGAIN)
         method = quantization.get("quant_method")
         if method not in (None, "fp8"):
-            raise UnsupportedModelError(
-                f"{self._path}: weights quantized with {method!r} cannot be read",
-                "take the unquantized release of the model; harness-build quantizes it",
-            )
+            hint = "take the unquantized release of the model; harness-build quantizes it"
+            if method == "compressed-tensors":
+                hint = f"give a checkpoint that harness-build made as --checkpoint; of any other, {hint}"
+            raise UnsupportedModelError(f"{self._path}: weights quantized with {method!r} cannot be read", hint)
         fp8 = {name: tensor for name, tensor in self._tensors.items() if tensor.dtype == "F8_E4M3"}
         if not fp8:
             return None

@@ -44,9 +44,11 @@ def _experts(
     every = ops.reshape(
         ops.tile(tokens, constant_i64(spec.num_experts, 1)), constant_i64(spec.num_experts, -1, hidden_size), False
     )
-    gate = ops.matmul(every, weights.experts([f"{n}.gate_proj" for n in names]), False, True)
-    up = ops.matmul(every, weights.experts([f"{n}.up_proj" for n in names]), False, True)
-    down = ops.matmul(ops.multiply(silu(gate), up), weights.experts([f"{n}.down_proj" for n in names]), False, True)
+    gate = ops.matmul(every, weights.matrix(*(f"{n}.gate_proj" for n in names), stacked=True), False, True)
+    up = ops.matmul(every, weights.matrix(*(f"{n}.up_proj" for n in names), stacked=True), False, True)
+    down = ops.matmul(
+        ops.multiply(silu(gate), up), weights.matrix(*(f"{n}.down_proj" for n in names), stacked=True), False, True
+    )
     sizes = ops.gather(ops.shape_of(x), constant_i64(0, 1), ops.constant(np.int64(0)))
     outer = ops.concat([constant_i64(spec.num_experts), sizes], 0)
     down = ops.reshape(down, ops.concat([outer, constant_i64(hidden_size)], 0), False)

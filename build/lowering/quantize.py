@@ -1,7 +1,7 @@
-"""Round to nearest: the plainest way to fill a recipe, one matrix at a time.
+"""Rows of a matrix in stored form, and round to nearest, the plainest way to make them.
 
-It needs no data. Scales are rounded to f16 before the integers are chosen, so that what is stored is exact in every
-execution precision. Conventions are those of compressed-tensors: symmetric int4 spans [-8, 7] with scale
+Round to nearest needs no data. Scales are rounded to f16 before the integers are chosen, so that what is stored is
+exact in every execution precision. Conventions are those of compressed-tensors: symmetric int4 spans [-8, 7] with scale
 `absmax / 7.5`, int8 spans [-127, 127], zero points are unsigned 4-bit integers.
 """
 
@@ -30,6 +30,31 @@ class QuantizedRows:
     data: npt.NDArray[np.float16] | npt.NDArray[np.int8] | npt.NDArray[np.uint8]
     scale: npt.NDArray[np.float16] | None = None
     zero_point: npt.NDArray[np.uint8] | None = None
+
+    def reordered(self, order: npt.NDArray[np.int64]) -> QuantizedRows:
+        """The rows picked by index."""
+        return QuantizedRows(
+            data=self.data[order],
+            scale=None if self.scale is None else self.scale[order],
+            zero_point=None if self.zero_point is None else self.zero_point[order],
+        )
+
+    def dequantized(self) -> npt.NDArray[np.float32]:
+        """The weights `(rows, in)` that the stored form stands for; exact, as both factors are short."""
+        if self.scale is None:
+            return self.data.astype(np.float32)
+        if self.data.dtype == np.int8:
+            values = self.data.astype(np.float32)
+        elif self.zero_point is None:
+            values = (unpack_nibbles(self.data.view(np.uint8)) ^ 8).astype(np.float32) - 8
+        else:
+            values = unpack_nibbles(self.data.view(np.uint8)).astype(np.float32)
+        num_rows, num_groups = self.scale.shape
+        groups = values.reshape(num_rows, num_groups, values.shape[1] // num_groups)
+        if self.zero_point is not None:
+            groups -= self.zero_point[..., None]
+        groups *= self.scale[..., None]
+        return groups.reshape(values.shape)
 
 
 def quantize_rows(weight: npt.NDArray[np.float32], precision: Precision) -> QuantizedRows:
@@ -75,3 +100,9 @@ def pack_nibbles(values: npt.NDArray[np.int8] | npt.NDArray[np.uint8]) -> npt.ND
     """Pack pairs along the last axis (even length) into bytes, the earlier value in the low half."""
     nibbles = values.view(np.uint8) & 0xF
     return (nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)).astype(np.uint8)
+
+
+def unpack_nibbles(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """The inverse of `pack_nibbles`: unsigned values, twice as many along the last axis."""
+    values = np.stack([packed & 0xF, packed >> 4], axis=-1)
+    return values.reshape(*packed.shape[:-1], 2 * packed.shape[-1])

@@ -8,7 +8,7 @@ not by the model. The decompression subgraphs are those that the CPU plugin keep
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,7 @@ import numpy.typing as npt
 import openvino as ov
 from openvino import opset13 as ops
 
+from harness.build.checkpoint import QuantizedCheckpoint
 from harness.build.lowering.quantize import QuantizedRows, pack_nibbles, quantize_rows
 from harness.errors import BuildError
 from harness.recipe import F16, Precision
@@ -59,19 +60,15 @@ class Spool:
         return ops.constant(tensor, shared_memory=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """A weight's rows in an order: all of them as they are, or picked by index."""
-
-    name: str
-    order: npt.NDArray[np.int64] | None = None
-
-
 class WeightLowering:
-    """Reads tensors from a source and turns them into constants under a recipe."""
+    """Reads tensors from a source and turns them into constants under a recipe.
+
+    What a quantized checkpoint stores is taken as it is; everything else is rounded to nearest.
+    """
 
     def __init__(self, source: WeightSource, recipe: dict[str, Precision], spool: Spool) -> None:
         self._source = source
+        self._checkpoint = source if isinstance(source, QuantizedCheckpoint) else None
         self._recipe = recipe
         self._spool = spool
 
@@ -94,39 +91,34 @@ class WeightLowering:
         """An f16 constant widened to f32, of values made from tensor `name`. Raises as `matrix`."""
         return self._decompress(_quantize(name, values.reshape(values.shape[0], -1), F16), F16, values.shape)
 
-    def matrix(self, *modules: str, orders: Sequence[npt.NDArray[np.int64] | None] = ()) -> Any:
-        """Weights of several modules joined along the output axis, `(out, in)`, decompressed to f32 in the graph.
+    def matrix(self, *modules: str, orders: Sequence[npt.NDArray[np.int64] | None] = (), stacked: bool = False) -> Any:
+        """Weights of several modules, decompressed to f32 in the graph.
+
+        They are joined along the output axis, `(out, in)`, or, of equal shapes, `stacked`: `(modules, out, in)`.
+        `orders` picks the rows of each module by index.
 
         Raises:
-            BuildError: a weight cannot be quantized; names the tensor.
+            BuildError: a weight cannot be quantized, or not be taken from its checkpoint; names the tensor.
         """
-        precision = self._recipe[modules[0]]
-        rows = [Rows(name=f"{module}.weight", order=orders[i] if orders else None) for i, module in enumerate(modules)]
-        num_rows = sum(self._source.shape(r.name)[0] for r in rows)
-        in_features = self._source.shape(rows[0].name)[1]
-        quantized = _join([_quantize(name, chunk, precision) for name, chunk in self._chunks(rows)])
-        return self._decompress(quantized, precision, (num_rows, in_features))
+        shapes = [self._source.shape(f"{module}.weight") for module in modules]
+        shape = (len(modules), *shapes[0]) if stacked else (sum(out for out, _ in shapes), shapes[0][1])
+        rows = _join([part for m, order in zip_longest(modules, orders) for part in self._rows(m, order)])
+        return self._decompress(rows, self._recipe[modules[0]], shape)
 
-    def experts(self, modules: Sequence[str]) -> Any:
-        """Weights of one projection of all experts, stacked: `(experts, out, in)`, decompressed to f32 in the graph.
+    def _rows(self, module: str, order: npt.NDArray[np.int64] | None) -> Iterator[QuantizedRows]:
+        num_rows, in_features = self._source.shape(f"{module}.weight")
+        step = max(1, _CHUNK_ELEMENTS // in_features)
+        chunks = (self._chunk(module, slice(start, start + step)) for start in range(0, num_rows, step))
+        if order is None:
+            yield from chunks
+        else:
+            yield _join(list(chunks)).reordered(order)
 
-        Raises as `matrix`.
-        """
-        precision = self._recipe[modules[0]]
-        out_features, in_features = self._source.shape(f"{modules[0]}.weight")
-        rows = [Rows(name=f"{module}.weight") for module in modules]
-        quantized = _join([_quantize(name, chunk, precision) for name, chunk in self._chunks(rows)])
-        return self._decompress(quantized, precision, (len(modules), out_features, in_features))
-
-    def _chunks(self, rows: Sequence[Rows]) -> Iterator[tuple[str, FloatArray]]:
-        for part in rows:
-            num_rows, in_features = self._source.shape(part.name)
-            if part.order is not None:
-                yield part.name, self._source.read(part.name)[part.order]
-                continue
-            step = max(1, _CHUNK_ELEMENTS // in_features)
-            for start in range(0, num_rows, step):
-                yield part.name, self._source.read(part.name, slice(start, min(start + step, num_rows)))
+    def _chunk(self, module: str, rows: slice) -> QuantizedRows:
+        if self._checkpoint is not None and module in self._checkpoint.quantized:
+            return self._checkpoint.stored(module, rows)
+        name = f"{module}.weight"
+        return _quantize(name, self._source.read(name, rows), self._recipe[module])
 
     def _decompress(self, quantized: QuantizedRows, precision: Precision, shape: Sequence[int]) -> Any:
         shape = list(shape)

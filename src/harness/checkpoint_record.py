@@ -6,29 +6,25 @@ says what it was made from and how, and holds the sha256 of every other file, wh
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import json
+from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from harness.manifest import FilePart, ModelPart, RecipePart, Sha256
+from harness.errors import SourceError
+from harness.manifest import CalibrationSetPart, FilePart, ModelPart, RecipePart
 
+SCHEMA_VERSION = 1
 RECORD_NAME = "calibration.json"
 STATISTICS_NAME = "calibration.safetensors"
 """Maxima of layer inputs, keys and values over the calibration set, for lowerings with static scales."""
 
+_MAKE_AGAIN = "make the checkpoint again, or copy it again, whole"
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class CalibrationSetPart(_Part):
-    """The calibration set: where it came from and what is in it. The text itself is not kept."""
-
-    label: str
-    fingerprint: Sha256
-    num_samples: Annotated[int, Field(gt=0)]
-    num_tokens: Annotated[int, Field(gt=0)]
-    system_prompt_share: Annotated[float, Field(ge=0, le=1)]
 
 
 class LossPart(_Part):
@@ -56,3 +52,37 @@ class CheckpointRecord(_Part):
     unreached_experts: list[str]
     versions: dict[str, str]
     files: dict[str, FilePart]
+
+
+def read_record(folder: Path) -> CheckpointRecord:
+    """Read and check `calibration.json`; the files it names are not looked at.
+
+    Raises:
+        SourceError: no checkpoint there, a record of another schema, or a broken one.
+    """
+    path = folder / RECORD_NAME
+    if not folder.is_dir():
+        raise SourceError(f"there is no folder {folder}", f"relative paths are taken from {Path.cwd()}")
+    if not path.is_file():
+        raise SourceError(
+            f"no quantized checkpoint in {folder} (it has no {RECORD_NAME})",
+            "give the folder that harness-build made, or the unquantized weights as --model",
+        )
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        version = raw.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise SourceError(
+                f"{path} has schema_version {version!r}, this version reads {SCHEMA_VERSION}", _MAKE_AGAIN
+            )
+        record = CheckpointRecord.model_validate(raw)
+    except ValidationError as error:
+        reason = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
+        raise SourceError(f"{path} is not a valid record: {reason}", _MAKE_AGAIN) from None
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise SourceError(f"{path} is not a valid record: {error}", _MAKE_AGAIN) from None
+    for name in record.files:
+        # a record is input: it must not point out of its folder
+        if name in ("", ".", "..", RECORD_NAME) or not name.isprintable() or set(name) & {"/", "\\"}:
+            raise SourceError(f"{path} lists a file that is not one of its own folder: {name!r}", "do not use it")
+    return record

@@ -12,7 +12,7 @@ import os
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness.errors import EngineError
 
@@ -50,11 +50,34 @@ class RecipePart(_Part):
     bits_per_weight: float
 
 
-class CalibrationPart(_Part):
-    """What the integers were chosen by. Round to nearest needs no data."""
+class CalibrationSetPart(_Part):
+    """The calibration set: where it came from and what is in it. The text itself is not kept."""
 
-    method: Literal["round-to-nearest"]
+    label: str
+    fingerprint: Sha256
+    num_samples: PositiveInt
+    num_tokens: PositiveInt
+    system_prompt_share: Annotated[float, Field(ge=0, le=1)]
+
+
+class CalibrationPart(_Part):
+    """What the integers were chosen by.
+
+    Round to nearest needs no data. Integers of gptq are those of a quantized checkpoint: its id, the hash of its record
+    (which holds the hashes of its files), and the set it was calibrated on.
+    """
+
+    method: Literal["round-to-nearest", "gptq"]
     fingerprint: Sha256 | None = None
+    checkpoint_id: str | None = None
+    calibration_set: CalibrationSetPart | None = None
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> CalibrationPart:
+        given = [value is not None for value in (self.fingerprint, self.checkpoint_id, self.calibration_set)]
+        if set(given) != {self.method != "round-to-nearest"}:
+            raise ValueError(f"{self.method} with {given.count(True)} of fingerprint, checkpoint_id, calibration_set")
+        return self
 
 
 class KvPart(_Part):
@@ -85,7 +108,7 @@ class QualityPart(_Part):
 
 
 class FilePart(_Part):
-    """One file of the engine."""
+    """One file of an engine or a quantized checkpoint."""
 
     sha256: Sha256
     num_bytes: Annotated[int, Field(ge=0)]
@@ -181,13 +204,18 @@ def verify_files(engine_dir: Path, manifest: EngineManifest) -> None:
         EngineError: names the first file that is missing, truncated, altered, unreadable, or not in the manifest.
     """
     for name, part in manifest.files.items():
-        _verify_file(engine_dir / name, part)
+        verify_file(engine_dir / name, part)
     for name in (*_REQUIRED, *_OPTIONAL):
         if name not in manifest.files and (name in _REQUIRED or (engine_dir / name).exists()):
             raise EngineError(f"{engine_dir / name} is not in the manifest of the engine", _COPY_AGAIN)
 
 
-def _verify_file(path: Path, part: FilePart) -> None:
+def verify_file(path: Path, part: FilePart) -> None:
+    """Check one file's size and hash.
+
+    Raises:
+        EngineError: it is missing, truncated, altered or unreadable.
+    """
     try:
         if not path.is_file():
             raise EngineError(f"{path} is missing", _COPY_AGAIN)
