@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ from harness.build.cpu_engine import build_cpu_engine
 from harness.build.open_source import open_source
 from harness.recipe import preset
 from harness.tokenizer import TokenizerFiles
+
+_MODELS = Path(__file__).resolve().parent / "models"
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +36,25 @@ def smollm2_path(weights_dir: Path) -> Path:
 def deepseek_tokenizer_path(weights_dir: Path) -> Path:
     """A tokenizer.json of DeepSeek-V3's family."""
     return _present(weights_dir / "deepseek-tokenizer.json")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_path() -> Path:
+    """A trained Llama of 5M parameters, committed with its training record (docs/tiny-models.md)."""
+    return _MODELS / "tiny-llama"
+
+
+@pytest.fixture(scope="session")
+def tiny_deepseek_path() -> Path:
+    """A trained DeepSeek-V2 of 9M parameters, MLA and 8 experts, committed with its training record."""
+    return _MODELS / "tiny-deepseek-v2"
+
+
+@pytest.fixture(scope="session")
+def held_out_documents() -> dict[str, list[str]]:
+    """Text that the tiny models have not seen: `code`, `english`, `chinese`."""
+    files = sorted((_MODELS / "held_out").glob("*.jsonl"))
+    return {f.stem: [json.loads(line)["text"] for line in f.read_text("utf-8").splitlines()] for f in files}
 
 
 def _present(path: Path) -> Path:

@@ -106,7 +106,7 @@ def overlap(document: str, others: Iterable[str]) -> float:
 def sources() -> list[dict[str, str]]:
     """What the text was read from, for a training record: name, version, licence, sha256 of the package."""
     packages = [
-        {"name": name, "version": _deb(name).name.split("_")[1], "licence": licence, "sha256": _sha256(_deb(name))}
+        {"name": name, "version": _deb(name).name.split("_")[1], "licence": licence, "sha256": sha256(_deb(name))}
         for name, licence in LICENCES.items()
     ]
     text = "".join(d.text for d in _code()).encode()
@@ -117,6 +117,11 @@ def sources() -> list[dict[str, str]]:
         "sha256": hashlib.sha256(text).hexdigest(),
     }
     return [standard_library, *packages]
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------
@@ -243,7 +248,3 @@ def _deb(name: str) -> Path:
     if not any(CACHE.glob(f"{name}_*.deb")):
         subprocess.run(["apt-get", "download", "-q", name], cwd=CACHE, check=True)
     return next(CACHE.glob(f"{name}_*.deb"))
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

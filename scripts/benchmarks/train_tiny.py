@@ -1,15 +1,15 @@
 """Train a test model on the CPU: bf16 autocast over float32 weights, Muon for matrices and AdamW for the rest.
 
 A step sees 4096 tokens, half of them code, 30% English, 20% Chinese. In the last 30% of the steps the learning rate
-decays, and sequences have 512 tokens instead of 256. Some documents are dressed as a chat, so that the tokens of the roles mean something. What a step sees
-depends on the seed and the step alone: a run that was stopped goes on where its last checkpoint is. Muon:
-https://kellerjordan.github.io/posts/muon. Balance of the experts: Switch Transformers, arXiv 2101.03961.
+decays, and sequences have 512 tokens instead of 256. Some documents are dressed as a chat, so that the tokens of the
+roles mean something. What a step sees depends on the seed and the step alone: a run that was stopped goes on where its
+last checkpoint is. Muon: https://kellerjordan.github.io/posts/muon. Balance of the experts: Switch Transformers,
+arXiv 2101.03961.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import random
@@ -31,7 +31,7 @@ SEED = 3
 SHARES = {"code": 0.5, "english": 0.3, "chinese": 0.2}
 TOKENS_PER_STEP = 4096
 WARMUP_STEPS = 50
-CHECKPOINT_STEPS = 100
+CHECKPOINT_STEPS = 20
 MUON_LR, ADAMW_LR = 0.02, 3e-3
 BALANCE_WEIGHT = 0.01
 CHAT_ONE_IN = 5
@@ -106,6 +106,19 @@ def _render(domain: str, document: texts.Document, *, as_chat: bool) -> str:
     return tiny_models.BOS + "".join(f"<|{role}|>{text}" for role, text in turns.items()) + tiny_models.EOS
 
 
+def _attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object, **options: Any
+) -> tuple[torch.Tensor, None]:
+    # MLA's values are shorter than its keys; padded, the fast kernel takes them
+    padded = torch.nn.functional.pad(value, (0, query.shape[-1] - value.shape[-1]))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, padded, is_causal=True, scale=options["scaling"], enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out[..., : value.shape[-1]].transpose(1, 2), None
+
+
+transformers.AttentionInterface.register("padded_values", _attention)
+
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
@@ -122,12 +135,13 @@ class Run:
         self._streams = streams
         self._path = path
         self.model = transformers.AutoModelForCausalLM.from_config(
-            tiny_models.CONFIGS[name], dtype=torch.float32, experts_implementation="eager"
+            tiny_models.CONFIGS[name],
+            dtype=torch.float32,
+            attn_implementation="padded_values",
+            **({"experts_implementation": "grouped_mm"} if name == "deepseek-v2" else {}),
         )
         self._matrices, others = _parameters(self.model)
-        self._muon = torch.optim.Muon(
-            [m.weight for m in self._matrices], lr=MUON_LR, weight_decay=0.02, momentum=0.95
-        )
+        self._muon = torch.optim.Muon([m.weight for m in self._matrices], lr=MUON_LR, weight_decay=0.02, momentum=0.95)
         self._adamw = torch.optim.AdamW(others, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.0)
         self._router_logits: list[torch.Tensor] = []
         for module in self.model.modules():
@@ -284,7 +298,7 @@ def write_record(folder: Path, run: Run, tokenizer: tokenizers.Tokenizer) -> Non
         "transformers": transformers.__version__,
         "sources": texts.sources(),
         "licence": "The weights are the project's own, Apache-2.0. No text of the sources is shipped with them.",
-        "files": {p.name: texts._sha256(p) for p in sorted(folder.iterdir()) if p.name != "training-record.json"},
+        "files": {p.name: texts.sha256(p) for p in sorted(folder.iterdir()) if p.name != "training-record.json"},
     }
     text = json.dumps(record, indent=1, ensure_ascii=False)
     (folder / "training-record.json").write_text(text + "\n", encoding="utf-8")
