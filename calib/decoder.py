@@ -58,6 +58,11 @@ class Experts(nn.ModuleList):
         self.widen_to = 0
         self.router_logits: torch.Tensor | None = None
 
+    def reset(self) -> None:
+        """Count from zero."""
+        self.num_routed = [0] * len(self)
+        self.num_observed = [0] * len(self)
+
     def keep_router_logits(self, _module: nn.Module, _inputs: object, output: tuple[torch.Tensor, ...]) -> None:
         """A forward hook for the router, whose first output is its logits `(tokens, experts)`."""
         self.router_logits = output[0]
@@ -77,13 +82,20 @@ class Experts(nn.ModuleList):
         return output
 
     def _widened(self, number: int, tokens: torch.Tensor) -> torch.Tensor:
-        missing = min(self.widen_to - self.num_observed[number] - len(tokens), 1 << 30)
+        missing = self.widen_to - self.num_observed[number] - len(tokens)
         if missing <= 0 or self.router_logits is None:
             return tokens
         scores = self.router_logits[:, number].clone()
         scores[tokens] = -torch.inf
         others = scores.numel() - len(tokens)
         return torch.cat([tokens, scores.topk(min(missing, others)).indices])
+
+
+def linear_of(layer: nn.Module, module: str) -> nn.Linear:
+    """The linear module of a loaded layer by its name in a checkpoint, `model.layers.N.mlp.down_proj`."""
+    linear = layer.get_submodule(module.split(".", 3)[3])
+    assert isinstance(linear, nn.Linear)
+    return linear
 
 
 class StreamedDecoder:
@@ -142,14 +154,13 @@ class StreamedDecoder:
     def run(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """One loaded layer over one sequence `(1, tokens, hidden)` from position 0; causal."""
         positions = torch.arange(hidden.shape[1], device=self.device)[None]
-        output = layer(
+        return layer(  # type: ignore[no-any-return]
             hidden,
             attention_mask=None,
             position_ids=positions,
             position_embeddings=self._rotary(hidden, position_ids=positions),
             use_cache=False,
         )
-        return output  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

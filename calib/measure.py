@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float32]
+_ROWS = 64  # positions at a time: a large vocabulary in float64 is a megabyte a position
 
 
 def log_softmax(logits: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
@@ -21,15 +21,23 @@ def log_softmax(logits: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
 
 def kl_divergence(baseline: npt.NDArray[np.floating], logits: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
     """KL divergence of the baseline from the other, `(positions,)`, both logits `(positions, vocab)`."""
-    log_p, log_q = log_softmax(baseline), log_softmax(logits)
-    return np.asarray((np.exp(log_p) * (log_p - log_q)).sum(axis=-1))
+    divergence = np.empty(len(baseline))
+    for start in range(0, len(baseline), _ROWS):
+        rows = slice(start, start + _ROWS)
+        log_p, log_q = log_softmax(baseline[rows]), log_softmax(logits[rows])
+        divergence[rows] = (np.exp(log_p) * (log_p - log_q)).sum(axis=-1)
+    return divergence
 
 
 def negative_log_likelihood(
     logits: npt.NDArray[np.floating], targets: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.float64]:
     """`-log p(target)` at each position: logits `(positions, vocab)`, targets `(positions,)` token ids."""
-    return np.asarray(-np.take_along_axis(log_softmax(logits), targets[:, None], axis=-1)[:, 0])
+    losses = np.empty(len(targets))
+    for start in range(0, len(targets), _ROWS):
+        rows = slice(start, start + _ROWS)
+        losses[rows] = -np.take_along_axis(log_softmax(logits[rows]), targets[rows, None], axis=-1)[:, 0]
+    return losses
 
 
 def perplexity(losses: npt.NDArray[np.floating]) -> float:

@@ -39,7 +39,9 @@ class QuantizedMatrix:
 
     def dequantize(self) -> torch.Tensor:
         """The float32 weight `(out, in)` that the integers stand for."""
-        return dequantize(self.integers, self.scale, self.zero_point, args=weight_args(self.precision))
+        return dequantize(  # type: ignore[no-any-return]
+            self.integers, self.scale, self.zero_point, args=weight_args(self.precision)
+        )
 
 
 def weight_args(precision: Precision) -> QuantizationArgs:

@@ -1,4 +1,4 @@
-"""What calibration decides about: sets of linear modules that get one precision, and the modules that share an input."""
+"""What calibration decides about: linear modules that get one precision, and those that share an input."""
 
 from __future__ import annotations
 
@@ -78,10 +78,8 @@ def decision_units(spec: ModelSpec, *, experts_together: bool) -> list[Unit]:
         if not module.startswith("model.layers."):
             continue
         prefix, is_expert, _ = module.partition(_EXPERTS)
-        if is_expert:
-            key = "experts" if experts_together else f"{prefix}.mlp.experts"
-        else:
-            key = fused.get(module, module)
+        experts = "experts" if experts_together else f"{prefix}.mlp.experts"
+        key = experts if is_expert else fused.get(module, module)
         members.setdefault(key, []).append(module)
     return [_unit(key, modules, shapes) for key, modules in members.items()]
 
