@@ -33,7 +33,7 @@ from harness.manifest import (
     describe_files,
     write_manifest,
 )
-from harness.recipe import Precision, Recipe, linear_shapes, num_linear_parameters
+from harness.recipe import Precision, Recipe, decoder_bits_per_weight, model_bits_per_weight, num_linear_parameters
 from harness.spec import MlaSpec, ModelSpec
 from harness.tokenizer import Tokenizer
 from harness.weight_source import WeightSource
@@ -106,7 +106,12 @@ def build_cpu_engine(
                 arch=CPU.name,
                 backend=CPU.backend,
                 versions=versions,
-                recipe=RecipePart(name=recipe.name, layers=layers, bits_per_weight=_bits_per_weight(spec, resolved)),
+                recipe=RecipePart(
+                    name=recipe.name,
+                    layers=layers,
+                    bits_per_weight=model_bits_per_weight(spec, resolved),
+                    decoder_bits_per_weight=decoder_bits_per_weight(spec, resolved),
+                ),
                 calibration=_calibration_part(source),
                 kv=_kv_part(spec),
                 max_model_len=spec.max_position_embeddings,
@@ -235,9 +240,3 @@ def _compile_settings(resolved: dict[str, Precision]) -> dict[Literal["fast", "d
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
         },
     }
-
-
-def _bits_per_weight(spec: ModelSpec, resolved: dict[str, Precision]) -> float:
-    shapes = linear_shapes(spec)
-    bits = sum(out * inner * resolved[name].bits_per_weight(inner) for name, (out, inner) in shapes.items())
-    return round(bits / num_linear_parameters(spec), 4)

@@ -45,7 +45,6 @@ class CheckpointRecord(_Part):
     method: Literal["gptq"]
     calibration_set: CalibrationSetPart
     recipe: RecipePart
-    linear_bits_per_weight: float
     target: Literal["portable", "cpu"]
     optimize: Literal["decode", "prefill"]
     loss: LossPart

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from harness.errors import EngineError
 
 MANIFEST_NAME = "manifest.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _REQUIRED = ("model.xml", "model.bin", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _OPTIONAL = ("chat_template.jinja",)
 _COPY_AGAIN = "copy the engine again, or rebuild it"
@@ -43,11 +43,16 @@ class ModelPart(_Part):
 
 
 class RecipePart(_Part):
-    """The recipe by name, and the precision of each module in its written form (`int4-g128`)."""
+    """The recipe by name, and the precision of each module in its written form (`int4-g128`).
+
+    Bits count scales and zero points: `bits_per_weight` over all modules, `decoder_bits_per_weight` over the linear
+    modules of the decoder layers.
+    """
 
     name: str
     layers: dict[str, str]
     bits_per_weight: float
+    decoder_bits_per_weight: float
 
 
 class CalibrationSetPart(_Part):
@@ -117,7 +122,7 @@ class FilePart(_Part):
 class EngineManifest(_Part):
     """Everything a runtime must know before it loads an engine."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     engine_id: str
     model: ModelPart
     arch: str

@@ -228,6 +228,22 @@ def num_linear_parameters(spec: ModelSpec) -> int:
     return sum(out * inner for out, inner in linear_shapes(spec).values())
 
 
+def model_bits_per_weight(spec: ModelSpec, resolved: Mapping[str, Precision]) -> float:
+    """Mean bits over all modules a recipe speaks of, scales and zero points included."""
+    return _mean_bits(linear_shapes(spec), resolved)
+
+
+def decoder_bits_per_weight(spec: ModelSpec, resolved: Mapping[str, Precision]) -> float:
+    """Mean bits over the linear modules of the decoder layers: what recipes of equal size are compared by."""
+    decoder = {name: shape for name, shape in linear_shapes(spec).items() if name.startswith("model.layers.")}
+    return _mean_bits(decoder, resolved)
+
+
+def _mean_bits(shapes: Mapping[str, tuple[int, int]], resolved: Mapping[str, Precision]) -> float:
+    bits = sum(out * inner * resolved[name].bits_per_weight(inner) for name, (out, inner) in shapes.items())
+    return round(bits / sum(out * inner for out, inner in shapes.values()), 4)
+
+
 def preset(name: str, spec: ModelSpec) -> Recipe:
     """A built-in recipe: `f16`, `int8`, or `int4` (embeddings, lm_head, first and last layer int8, the rest int4-g128).
 

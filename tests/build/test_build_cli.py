@@ -403,7 +403,7 @@ def list_file(name: str) -> Edit:
         (list_file("../model.bin"), ["outside the engine", "'../model.bin'"]),
         (list_file("/etc/passwd"), ["outside the engine"]),
         (list_file("x" * 5000), ["x" * 5000]),
-        (edit_json("manifest.json", schema_version=2), ["schema_version 2", "reads 1"]),
+        (edit_json("manifest.json", schema_version=1), ["schema_version 1", "reads 2"]),
         (edit_json("manifest.json", schema_version=None), ["schema_version None"]),
         (edit_json("manifest.json", files={}), ["model.xml is not in the manifest"]),
         (edit_json("manifest.json", kv=None), ["not a valid manifest: kv"]),

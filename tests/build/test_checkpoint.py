@@ -181,8 +181,7 @@ def seal(folder: Path, spec: ModelSpec, layers: dict[str, str]) -> None:
         calibration_set=CalibrationSetPart(
             label="traffic.jsonl", fingerprint="b" * 64, num_samples=128, num_tokens=4096, system_prompt_share=0.5
         ),
-        recipe=RecipePart(name="searched", layers=layers, bits_per_weight=4.5),
-        linear_bits_per_weight=4.5,
+        recipe=RecipePart(name="searched", layers=layers, bits_per_weight=4.5, decoder_bits_per_weight=4.5),
         target="cpu",
         optimize="decode",
         loss=LossPart(perplexity_before=3.0, perplexity_after=3.1, kl_divergence=0.01, num_tokens=100),

@@ -263,7 +263,7 @@ def make_manifest() -> Callable[..., EngineManifest]:
             arch=arch,
             backend="openvino",
             versions={"openvino": openvino},
-            recipe=RecipePart(name="f16", layers={}, bits_per_weight=16),
+            recipe=RecipePart(name="f16", layers={}, bits_per_weight=16, decoder_bits_per_weight=16),
             calibration=CalibrationPart(method="round-to-nearest"),
             kv=KvPart(
                 kind="gqa",
