@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,13 +16,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from harness.arch import resolve_arch
+from harness.arch import Arch, resolve_arch
 from harness.console import VersionOption, run_cli
-from harness.errors import UsageError
+
+if TYPE_CHECKING:
+    from harness.build.cpu_engine import BuiltEngine
+    from harness.build.request import BuildRequest
+    from harness.manifest import CalibrationPart
+    from harness.recipe import Recipe
+    from harness.spec import ModelSpec
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False
 )
+_RECIPE, _CALIBRATION = "Precision of the layers (one of --precision, --bits, --max-loss, --recipe)", "Calibration"
 EngineOption = Annotated[Path, typer.Option("--engine", help="Folder of an engine (the one with manifest.json).")]
 
 
@@ -36,78 +43,167 @@ def build(
             "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B."
         ),
     ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="A quantized checkpoint made before, instead of --model: it is only lowered.")
+    ] = None,
     arch: Annotated[str, typer.Option(help="What to build for. This version lowers to cpu alone.")] = "cpu",
     out: Annotated[Path | None, typer.Option(help="Folder of the engine. Default: ./engines/MODEL/ARCH-ID.")] = None,
     precision: Annotated[
         str | None,
         typer.Option(
             help="f16, int8 (one scale per channel), or int4 (embeddings, lm_head, first and last layer int8, the rest "
-            "int4 in groups of 128). Default: int8 below a billion parameters, int4 above."
+            "int4 in groups of 128). Default: int8 below a billion parameters, above --bits 4.5, or int4 with "
+            "--no-calib.",
+            rich_help_panel=_RECIPE,
+        ),
+    ] = None,
+    bits: Annotated[
+        float | None,
+        typer.Option(
+            help="Mix int4 and int8 per layer by measurement, with so many bits per decoder linear weight, scales "
+            "included.",
+            rich_help_panel=_RECIPE,
+        ),
+    ] = None,
+    max_loss: Annotated[
+        str | None,
+        typer.Option(
+            help="Mix as --bits does, with the fewest bits whose perplexity rises by no more than this, such as 1%. "
+            "Up to three checkpoints are made.",
+            rich_help_panel=_RECIPE,
         ),
     ] = None,
     recipe: Annotated[
-        Path | None, typer.Option(help="A recipe (YAML) with a precision per layer, instead of --precision.")
+        Path | None,
+        typer.Option(
+            help="A recipe (YAML) with a precision per layer, yours or a former build's.", rich_help_panel=_RECIPE
+        ),
     ] = None,
+    target: Annotated[
+        str,
+        typer.Option(
+            "--for",
+            help="portable: a checkpoint that every arch, transformers, vLLM and SGLang read. cpu: smaller groups and "
+            "zero points too, closer to the original at the same size, slower, read by the cpu arch alone.",
+            rich_help_panel=_RECIPE,
+        ),
+    ] = "portable",
+    optimize: Annotated[
+        str,
+        typer.Option(
+            help="decode: int8 layers are weight-only. prefill: their activations are int8 too.",
+            rich_help_panel=_RECIPE,
+        ),
+    ] = "decode",
+    calib: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Traffic to calibrate on, repeatable: JSON lines of chat requests or completions as a server logs "
+            "them, or plain text. Default: a small bundled set.",
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = None,
+    system_prompt: Annotated[
+        list[Path] | None,
+        typer.Option(help="A file with a system prompt of production, repeatable.", rich_help_panel=_CALIBRATION),
+    ] = None,
+    no_system_prompts: Annotated[
+        bool, typer.Option(help="Say that production has no system prompts.", rich_help_panel=_CALIBRATION)
+    ] = False,
+    calib_samples: Annotated[
+        int, typer.Option(min=1, max=4096, help="Samples to calibrate on.", rich_help_panel=_CALIBRATION)
+    ] = 128,
+    calib_tokens: Annotated[
+        int, typer.Option(min=16, max=8192, help="Tokens of each sample at most.", rich_help_panel=_CALIBRATION)
+    ] = 512,
+    calib_device: Annotated[
+        str, typer.Option(help="auto, cpu or cuda: where calibration computes.", rich_help_panel=_CALIBRATION)
+    ] = "auto",
+    no_calib: Annotated[
+        bool,
+        typer.Option(help="Round to nearest: quick, needs no torch, costs quality.", rich_help_panel=_CALIBRATION),
+    ] = False,
     version: VersionOption = False,
 ) -> None:
     """Build an engine from model weights, for `harness-run` to serve.
 
-    - `harness-build --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B`
-    - `harness-build --model model.gguf --precision int4`
+    - `harness-build --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --calib traffic.jsonl --bits 4.5`
+    - `harness-build --model model.gguf --precision int4 --no-calib`
     - `harness-build inspect --engine DIR`
 
-    The folder of the engine is printed on stdout, all else on stderr. The build reads tensor by tensor, writes into a
-    temporary folder and renames it when complete. An engine that was built before, from the same weights with the same
-    recipe and versions, is found and reused.
+    Weights are calibrated into a quantized checkpoint, ./engines/MODEL/quantized-ID, which every arch is lowered from
+    and which is found again; a calibration that was killed goes on where it stopped. The folder of the engine is
+    printed on stdout, all else on stderr. An engine that was built before, from the same inputs, is reused.
     """
     if context.invoked_subcommand is not None:
         return
-    if not model:
-        raise UsageError("no model given", "harness-build --model MODEL, see harness-build --help")
-    if precision is not None and recipe is not None:
-        raise UsageError("--precision and --recipe exclude each other", "a recipe says the precision of every layer")
-    target = resolve_arch(arch)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the temporary folder is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary folders are removed
 
-    from harness.build.cpu_engine import build_cpu_engine
-    from harness.build.open_source import open_source
-    from harness.ledger import bytes_read_per_token, gib, kv_layout, weights_bytes
-    from harness.recipe import PRESETS, default_preset, load_recipe, preset, summarize
+    from harness.build.request import BuildRequest
 
-    if precision is not None and precision not in PRESETS:
-        raise UsageError(f"unknown --precision {precision!r}", f"allowed: {', '.join(PRESETS)}")
-    written = load_recipe(recipe) if recipe else None
+    request = BuildRequest(
+        model=model,
+        checkpoint=checkpoint,
+        precision=precision,
+        bits=bits,
+        max_loss=max_loss,
+        recipe=recipe,
+        target=target,
+        optimize=optimize,
+        traffic=tuple(calib or ()),
+        system_prompts=tuple(system_prompt or ()),
+        no_system_prompts=no_system_prompts,
+        num_samples=calib_samples,
+        max_tokens=calib_tokens,
+        device=calib_device,
+        no_calib=no_calib,
+    )
     console = Console(stderr=True, markup=False, highlight=False)
-    source = open_source(model)
-    spec = source.spec
-    chosen = written or preset(precision or default_preset(spec), spec)
-    resolved = chosen.resolve(spec)
-    counts = ", ".join(f"{count} x {name}" for name, count in summarize(resolved).items())
-    console.print(
-        f"{source.name}: {spec.architecture}, {spec.num_layers} layers, recipe {chosen.name} ({counts})", soft_wrap=True
-    )
-    console.print(
-        f"weights {gib(weights_bytes(spec, resolved))}, of which a decoded token reads "
-        f"{gib(bytes_read_per_token(spec, resolved))}; KV {kv_layout(spec).bytes_per_token('u8'):,} bytes a token"
-    )
-    if written:
-        for pattern in written.unused_rules(spec):
-            console.print(f"note: the recipe's rule {pattern!r} decides no layer of this model", soft_wrap=True)
+    built = _lower(request, resolve_arch(arch), out, console)
+    console.print(f"{'found' if built.reused else 'built'} for {arch}; serve it with:")
+    console.print(f"  harness-run server --engine {shlex.quote(str(built.engine_dir))}", soft_wrap=True)
+    sys.stdout.flush()
+    sys.stdout.buffer.write(os.fsencode(built.engine_dir) + b"\n")  # exact, whatever the terminal's encoding
+
+
+def _lower(request: BuildRequest, target: Arch, out: Path | None, console: Console) -> BuiltEngine:
+    from harness.build.cpu_engine import build_cpu_engine
+
+    source, recipe = request.open(Path("engines"), console)
+    _describe(source.spec, source.name, recipe, console)
     columns = (TextColumn("lowering"), BarColumn(), MofNCompleteColumn(), TextColumn("layers"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=spec.num_layers)
+        task = progress.add_task("", total=source.spec.num_layers)
         built = build_cpu_engine(
             source,
-            chosen,
+            recipe,
             engines_dir=Path("engines"),
             out=out,
             on_layer=lambda layer: progress.update(task, completed=layer + 1),
         )
         progress.update(task, visible=not built.reused)
-    console.print(f"{'found' if built.reused else 'built'} for {target.name}; serve it with:")
-    console.print(f"  harness-run server --engine {shlex.quote(str(built.engine_dir))}", soft_wrap=True)
-    sys.stdout.flush()
-    sys.stdout.buffer.write(os.fsencode(built.engine_dir) + b"\n")  # exact, whatever the terminal's encoding
+    return built
+
+
+def _describe(spec: ModelSpec, name: str, recipe: Recipe, console: Console) -> None:
+    from harness.ledger import bytes_read_per_token, gib, kv_layout, weights_bytes
+    from harness.recipe import decoder_bits_per_weight, model_bits_per_weight, summarize
+
+    resolved = recipe.resolve(spec)
+    counts = ", ".join(f"{count} x {precision}" for precision, count in summarize(resolved).items())
+    console.print(
+        f"{name}: {spec.architecture}, {spec.num_layers} layers, recipe {recipe.name} ({counts})", soft_wrap=True
+    )
+    console.print(
+        f"bits per weight: decoder linears {decoder_bits_per_weight(spec, resolved):.3f}, "
+        f"whole model {model_bits_per_weight(spec, resolved):.3f}"
+    )
+    console.print(
+        f"weights {gib(weights_bytes(spec, resolved))}, of which a decoded token reads "
+        f"{gib(bytes_read_per_token(spec, resolved))}; KV {kv_layout(spec).bytes_per_token('u8'):,} bytes a token"
+    )
+    for pattern in recipe.unused_rules(spec):
+        console.print(f"note: the recipe's rule {pattern!r} decides no layer of this model", soft_wrap=True)
 
 
 @app.command()
@@ -132,8 +228,9 @@ def inspect(
         "versions": ", ".join(f"{k} {v}" for k, v in manifest.versions.items()),
         "recipe": f"{manifest.recipe.name}: "
         + ", ".join(f"{n} x {p}" for p, n in counts.items())
-        + f"; {manifest.recipe.bits_per_weight:.2f} bits per weight",
-        "calibration": manifest.calibration.method,
+        + f"; {manifest.recipe.bits_per_weight:.2f} bits per weight, decoder linears "
+        f"{manifest.recipe.decoder_bits_per_weight:.2f}",
+        "calibration": _calibration(manifest.calibration),
         "model files": f"{manifest.weight_bytes() / 2**20:.1f} MiB",
         "KV cache": f"{kv.kind}, {kv.num_layers} layers x {kv.num_kv_heads} heads x ({kv.key_dim} + {kv.value_dim}); "
         + ", ".join(f"{mode} {n:,} bytes a token" for mode, n in kv.bytes_per_token.items()),
@@ -144,6 +241,16 @@ def inspect(
     for name, value in rows.items():
         table.add_row(name, _printable(value))
     Console().print(table)
+
+
+def _calibration(part: CalibrationPart) -> str:
+    chosen = part.calibration_set
+    if chosen is None:
+        return part.method
+    return (
+        f"{part.method} on {chosen.label}: {chosen.num_samples} samples, {chosen.num_tokens:,} tokens, "
+        f"{chosen.system_prompt_share:.0%} with a system prompt; checkpoint {part.checkpoint_id}"
+    )
 
 
 def _printable(text: str) -> Text:

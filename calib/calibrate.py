@@ -41,9 +41,10 @@ from harness.calib.sensitivity import (
     measure_output_errors,
     shortlisted,
 )
+from harness.calib.set_report import as_json
 from harness.calib.units import Unit, decision_units
 from harness.checkpoint_record import RECORD_NAME, CheckpointRecord, LossPart
-from harness.errors import RecipeError
+from harness.errors import CalibrationError, RecipeError
 from harness.manifest import CalibrationSetPart, ModelPart, RecipePart, describe_files
 from harness.recipe import (
     INT8,
@@ -59,7 +60,7 @@ from harness.weight_source import WeightSource
 Target = Literal["portable", "cpu"]
 Optimize = Literal["decode", "prefill"]
 
-RECIPE_NAME = "recipe.yaml"
+RECIPE_NAME, SET_REPORT_NAME = "recipe.yaml", "calibration-set.json"
 _INT8_ACTIVATIONS = Precision(dtype="int8", int8_activations=True)
 _CANDIDATES: dict[Target, tuple[str, ...]] = {
     "portable": ("int4-g128", "int8"),
@@ -126,6 +127,18 @@ def calibrate(calibration: Calibration, goal: Goal) -> Path:
     return _meet_loss(maker, units, candidates, feared, goal.max_loss)
 
 
+def torch_device(name: str) -> torch.device:
+    """The device that `--calib-device` names; `auto` is the GPU where there is one.
+
+    Raises:
+        CalibrationError: `cuda`, and torch sees no GPU.
+    """
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise CalibrationError("torch sees no CUDA device", "--calib-device cpu, or install torch for CUDA")
+    return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
+
+
 def int8_reasoning(optimize: Optimize) -> str:
     """Why int8 layers are what they are, in a sentence."""
     if optimize == "decode":
@@ -135,13 +148,11 @@ def int8_reasoning(optimize: Optimize) -> str:
         )
     return (
         "int8 layers are weight + activation: prefill is bound by multiplications, which are cheaper between integers; "
-        "outliers are smoothed into the weights (SmoothQuant). The cpu plugin quantizes activations by itself either way"
+        "outliers are smoothed into the weights (SmoothQuant). The cpu arch quantizes activations either way"
     )
 
 
-def _recipe(
-    name: str, calibration: Calibration, units: Sequence[Unit], assignment: Mapping[str, Precision]
-) -> Recipe:
+def _recipe(name: str, calibration: Calibration, units: Sequence[Unit], assignment: Mapping[str, Precision]) -> Recipe:
     """The assignment as a recipe; int8 layers get int8 activations for prefill, experts excepted."""
     if calibration.optimize == "prefill":
         # transformers, vLLM and SGLang read quantized experts only where activations are not
@@ -246,6 +257,8 @@ class _Maker:
             quantizer = ModelQuantizer(c.source, c.calibration_set, linears, work, c.device)
             done = quantizer.run(c.on_progress)
             (work / RECIPE_NAME).write_text(dump_recipe(recipe), encoding="utf-8")
+            report = json.dumps(as_json(c.calibration_set.report), indent=1, ensure_ascii=False)
+            (work / SET_REPORT_NAME).write_text(report + "\n", encoding="utf-8")
             quantizer.clear()
             record = self._record(identity, recipe, resolved, done)
             text = json.dumps(record.model_dump(mode="json"), indent=1, ensure_ascii=False)

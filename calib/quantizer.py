@@ -69,8 +69,6 @@ def quantize_matrix(name: str, weight: torch.Tensor, hessian: torch.Tensor, prec
     """
     args = weight_args(precision)
     scale, zero_point = _choose_scales(name, weight, hessian.diagonal(), args)
-    if precision.dtype == "int8":  # GPTQ gains nothing that could be measured at eight bits
-        return _rounded(weight, scale, zero_point, precision)
     solved, _, _ = quantize_weight(
         weight[None].clone(), _revived(hessian)[None], scale[None], zero_point[None], None, args, percdamp=_DAMPING
     )
