@@ -130,6 +130,10 @@ class BuildRequest:
         return preset(name, source.spec)
 
     def _calibrate(self, source: WeightSource, recipe: Recipe | None, engines_dir: Path, console: Console) -> Path:
+        from loguru import logger
+
+        logger.disable("llmcompressor")  # it warns, when imported, that there is no GPU
+
         from harness.calib.calibrate import Calibration, Goal, Optimize, Target, calibrate, int8_reasoning, torch_device
         from harness.calib.calibration_set import make_calibration_set
         from harness.calib.set_report import render_text

@@ -28,6 +28,21 @@ _MODEL_TYPES = {
 _HEAD_ROWS = 1 << 14  # rows of the output matrix held at a time
 
 
+@contextmanager
+def bfloat16_products() -> Iterator[None]:
+    """Let CPUs that can multiply bfloat16 round the operands of float32 products to it, and add up in float32.
+
+    Twice as fast, and exact enough for statistics of activations; not for comparing logits.
+    """
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
 class Expert(nn.Module):
     """One expert (SwiGLU) with the names of a checkpoint."""
 

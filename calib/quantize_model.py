@@ -28,7 +28,7 @@ import harness
 from harness.calib.activations import Activations
 from harness.calib.calibration_set import CalibrationSet
 from harness.calib.checkpoint import finish_folder, in_16_bits, shard_name, stored_tensors, write_shard
-from harness.calib.decoder import Experts, StreamedDecoder, linear_of
+from harness.calib.decoder import Experts, StreamedDecoder, bfloat16_products, linear_of
 from harness.calib.measure import kl_divergence, negative_log_likelihood, perplexity
 from harness.calib.quantizer import QuantizedMatrix, quantize_matrix
 from harness.calib.sensitivity import OnProgress
@@ -164,7 +164,7 @@ class ModelQuantizer:
         before, after = self._states("quantized", number), self._states("quantized", number + 1)
         with self._decoder.layer(number) as layer:
             self._advance(layer, "baseline", number)
-            with LayerStatistics(layer, list(precisions)) as seen:
+            with bfloat16_products(), LayerStatistics(layer, list(precisions)) as seen:
                 unreached = self._observe(layer, before, prefix)
             tensors = smooth_layer(layer, prefix, precisions, seen)
             for key, modules in by_input(list(precisions)).items():

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from harness.calib.activations import Activations
-from harness.calib.decoder import StreamedDecoder, linear_of
+from harness.calib.decoder import StreamedDecoder, bfloat16_products, linear_of
 from harness.calib.measure import kl_divergence
 from harness.calib.quantizer import round_to_nearest
 from harness.calib.statistics import LayerStatistics
@@ -66,7 +66,7 @@ def measure_output_errors(
     for number in range(decoder.spec.num_layers):
         modules = layer_modules(decoder.spec, number)
         with decoder.layer(number) as layer:
-            with LayerStatistics(layer, modules) as seen:
+            with bfloat16_products(), LayerStatistics(layer, modules) as seen:
                 for i in range(len(samples)):
                     states.write(i, decoder.run(layer, states.read(i)))
             for key, members in by_input(modules).items():
