@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +35,7 @@ def bfloat16_products() -> Iterator[None]:
 
     Twice as fast, and exact enough for statistics of activations; not for comparing logits.
     """
-    matmul = torch.backends.mkldnn.matmul
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
     try:
@@ -134,6 +135,7 @@ class StreamedDecoder:
         self._rotary = type(model.model.rotary_emb)(config=config).to(device)
         for layer in self._layers:
             self._open_experts(layer)
+        model.requires_grad_(False)
 
     def _open_experts(self, layer: nn.Module) -> None:
         moe = self.spec.moe
