@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+import torch
+import transformers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from harness.build.cpu_engine import build_cpu_engine
@@ -96,6 +98,37 @@ def make_tokenizer() -> Callable[..., TokenizerFiles]:
         )
 
     return make
+
+
+@pytest.fixture
+def save_random_model(
+    tmp_path: Path, make_tokenizer: Callable[..., TokenizerFiles]
+) -> Callable[[transformers.PretrainedConfig], tuple[Path, transformers.PreTrainedModel]]:
+    """Writes a random model as a Hugging Face folder; weights are exact in half precision and attention matters."""
+
+    def save(config: transformers.PretrainedConfig) -> tuple[Path, transformers.PreTrainedModel]:
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        with torch.no_grad():
+            for name, values in [*model.named_parameters(), *model.named_buffers()]:
+                if "e_score_correction_bias" in name:
+                    values.normal_(0.0, 0.2)
+                elif name.endswith("bias"):
+                    values.normal_(0.0, 0.3)
+                elif values.ndim == 1 and "norm" in name:
+                    values.uniform_(0.5, 1.5)
+                elif values.ndim > 1:
+                    values.mul_(4.0)
+                if "inv_freq" not in name:
+                    values.copy_(values.half().float())
+        folder = tmp_path / "model"
+        model.save_pretrained(folder)
+        files = make_tokenizer()
+        (folder / "tokenizer.json").write_bytes(files.tokenizer_json)
+        (folder / "tokenizer_config.json").write_text(json.dumps(files.special_tokens))
+        return folder, model
+
+    return save
 
 
 def _build(smollm2_path: Path, out: Path, precision: str) -> Path:
