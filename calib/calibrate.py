@@ -250,8 +250,8 @@ class _Maker:
         folder = c.engines_dir / c.source.name / f"quantized-{identity}"
         if (folder / RECORD_NAME).is_file():
             c.say(f"quantized checkpoint found in {folder}")
-            record = CheckpointRecord.model_validate_json((folder / RECORD_NAME).read_text(encoding="utf-8"))
-            return _Made(folder=folder, loss=record.loss)
+            found = CheckpointRecord.model_validate_json((folder / RECORD_NAME).read_text(encoding="utf-8"))
+            return self._told(folder, found)
         linears = {name: p for name, p in resolved.items() if name.startswith("model.layers.")}
         with working_folder(folder.with_name(f".quantizing-{identity}")) as work:
             quantizer = ModelQuantizer(c.source, c.calibration_set, linears, work, c.device)
@@ -266,7 +266,24 @@ class _Maker:
             if folder.exists():  # without a record it is no checkpoint
                 shutil.rmtree(folder)
             work.rename(folder)
-        return _Made(folder=folder, loss=done.loss)
+        c.say(f"quantized checkpoint written to {folder}")
+        return self._told(folder, record)
+
+    def _told(self, folder: Path, record: CheckpointRecord) -> _Made:
+        loss = record.loss
+        self.calibration.say(
+            f"on {loss.num_tokens:,} held-out tokens of the set: perplexity {loss.perplexity_before:.3f} -> "
+            f"{loss.perplexity_after:.3f} ({loss.perplexity_after / loss.perplexity_before - 1:+.2%}), "
+            f"KL divergence {loss.kl_divergence:.5f} nats a token"
+        )
+        if record.unreached_experts:
+            names = ", ".join(record.unreached_experts[:8])
+            more = f" and {len(record.unreached_experts) - 8} more" if len(record.unreached_experts) > 8 else ""
+            self.calibration.say(
+                f"warning: no token of the set was routed to {names}{more}; they were calibrated on the tokens that came "
+                "nearest. Give --calib traffic that is wider, if production's is"
+            )
+        return _Made(folder=folder, loss=loss)
 
     def _record(
         self, identity: str, recipe: Recipe, resolved: dict[str, Precision], done: QuantizedModel
