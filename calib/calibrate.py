@@ -280,8 +280,8 @@ class _Maker:
             names = ", ".join(record.unreached_experts[:8])
             more = f" and {len(record.unreached_experts) - 8} more" if len(record.unreached_experts) > 8 else ""
             self.calibration.say(
-                f"warning: no token of the set was routed to {names}{more}; they were calibrated on the tokens that came "
-                "nearest. Give --calib traffic that is wider, if production's is"
+                f"warning: no token of the set was routed to {names}{more}; they were calibrated on the tokens that "
+                "came nearest. Give --calib traffic that is wider, if production's is"
             )
         return _Made(folder=folder, loss=loss)
 
