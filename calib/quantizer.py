@@ -21,7 +21,6 @@ from harness.recipe import Precision
 
 _DAMPING = 0.01  # of the mean of the Hessian's diagonal, the value of the GPTQ paper
 _SMALLEST_SCALE = 2.0**-24
-_LARGEST_SCALE = 65504.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +94,10 @@ def _choose_scales(
     if second_moments.any():
         observer._imatrix_sum, observer._imatrix_count = second_moments.float(), torch.tensor(1)
     chosen = observer(weight).get_qparams()
-    scale = chosen["scale"].float()
-    if scale.max() > _LARGEST_SCALE:
-        raise CalibrationError(f"{name} has values whose scale exceeds half precision", "check the weights")
     # rounding to one format after the other leaves a value that both hold
-    scale = scale.bfloat16().half().float().clamp_min(_SMALLEST_SCALE)
+    scale = chosen["scale"].bfloat16().half().float().clamp_min(_SMALLEST_SCALE)
+    if not torch.isfinite(scale).all():
+        raise CalibrationError(f"{name} has values whose scale exceeds half precision", "check the weights")
     return scale, chosen["zero_point"].to(torch.int8)
 
 
