@@ -5,9 +5,9 @@ So memory stays bounded by a layer, and a run that was killed goes on from the l
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -19,9 +19,10 @@ class Activations:
     def __init__(self, path: Path, lengths: Sequence[int], hidden_size: int) -> None:
         self._starts = np.concatenate([[0], np.cumsum(lengths)]).tolist()
         shape = (int(self._starts[-1]), hidden_size)
-        mode: Literal["r+", "w+"] = "r+" if path.exists() else "w+"
+        with path.open("ab") as file:  # room is taken now: on a full disk, writing to the map would kill the process
+            os.posix_fallocate(file.fileno(), 0, 4 * shape[0] * shape[1])
         self.path = path
-        self._map: np.memmap[tuple[int, ...], np.dtype[np.float32]] = np.memmap(path, np.float32, mode, shape=shape)
+        self._map: np.memmap[tuple[int, ...], np.dtype[np.float32]] = np.memmap(path, np.float32, "r+", shape=shape)
 
     def read(self, number: int) -> torch.Tensor:
         """One sequence, `(1, tokens, hidden)`, in memory of its own."""

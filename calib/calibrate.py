@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from harness.calib.calibration_set import CalibrationSet
 from harness.calib.decoder import StreamedDecoder
 from harness.calib.quantize_model import (
+    CHECKPOINT_FOLDER,
     ModelQuantizer,
     QuantizedModel,
     checkpoint_id,
@@ -42,8 +42,8 @@ from harness.calib.sensitivity import (
     shortlisted,
 )
 from harness.calib.set_report import as_json
-from harness.calib.units import Unit, decision_units
-from harness.checkpoint_record import RECORD_NAME, CheckpointRecord, LossPart
+from harness.calib.units import Unit, decision_units, portable_int4
+from harness.checkpoint_record import RECORD_NAME, CheckpointRecord, LossPart, read_record
 from harness.errors import CalibrationError, RecipeError
 from harness.manifest import CalibrationSetPart, ModelPart, RecipePart, describe_files
 from harness.recipe import (
@@ -55,17 +55,15 @@ from harness.recipe import (
     model_bits_per_weight,
     num_linear_parameters,
 )
-from harness.weight_source import WeightSource
+from harness.spec import ModelSpec
+from harness.weight_source import WeightSource, some
 
 Target = Literal["portable", "cpu"]
 Optimize = Literal["decode", "prefill"]
 
 RECIPE_NAME, SET_REPORT_NAME = "recipe.yaml", "calibration-set.json"
 _INT8_ACTIVATIONS = Precision(dtype="int8", int8_activations=True)
-_CANDIDATES: dict[Target, tuple[str, ...]] = {
-    "portable": ("int4-g128", "int8"),
-    "cpu": ("int4-g128", "int4-g64", "int4-g32", "int4-g32-zp", "int8"),
-}
+_CANDIDATES_FOR_CPU = ("int4-g128", "int4-g64", "int4-g32", "int4-g32-zp", "int8")
 _ROUNDS = 3  # recipes tried to meet a loss
 _CLOSE_ENOUGH = 0.02  # bits per weight: a smaller gain is not worth another round
 
@@ -115,7 +113,7 @@ def calibrate(calibration: Calibration, goal: Goal) -> Path:
         return _Maker(calibration).make(goal.recipe).folder
     spec = calibration.source.spec
     units = decision_units(spec, experts_together=calibration.target == "portable")
-    candidates = [Precision.parse(text) for text in _CANDIDATES[calibration.target]]
+    candidates = _candidates(calibration.target, spec)
     harm = _sensitivity(calibration, units, candidates)
     feared = cautious(units, harm, spec.num_layers)
     maker = _Maker(calibration)
@@ -150,6 +148,19 @@ def int8_reasoning(optimize: Optimize) -> str:
         "int8 layers are weight + activation: prefill is bound by multiplications, which are cheaper between integers; "
         "outliers are smoothed into the weights (SmoothQuant). The cpu arch quantizes activations either way"
     )
+
+
+def _candidates(target: Target, spec: ModelSpec) -> list[Precision]:
+    """What a search chooses from, the lowest first.
+
+    Raises:
+        RecipeError: the model has widths of which `target` allows no int4.
+    """
+    if target == "cpu":
+        return [Precision.parse(text) for text in _CANDIDATES_FOR_CPU]
+    lowest = portable_int4(spec)
+    _check_portable(Recipe(name="lowest", rules=(("*", lowest),)).resolve(spec))
+    return [lowest, INT8]
 
 
 def _recipe(name: str, calibration: Calibration, units: Sequence[Unit], assignment: Mapping[str, Precision]) -> Recipe:
@@ -210,16 +221,17 @@ def _sensitivity(
         found: dict[str, dict[str, dict[str, float]]] = json.loads(path.read_text(encoding="utf-8"))
         calibration.say(f"sensitivity found in {path}")
         return {name: list(by.values()) for name, by in found["harm"].items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
     decoder = StreamedDecoder(source, calibration.device)
-    with tempfile.TemporaryDirectory(prefix=".sensitivity-", dir=path.parent) as folder:
-        errors = measure_output_errors(
-            decoder, chosen.samples, units, candidates, Path(folder), calibration.on_progress
-        )
-        worst = shortlisted(units, errors, candidates[0])
-        divergence = measure_divergence(
-            decoder, chosen.samples, worst, candidates[0], errors.second_moments, Path(folder), calibration.on_progress
-        )
+    # of a fixed name, so that what a killed run left is used up by the next
+    with working_folder(path.with_name(f".sensitivity-{identity}")) as folder:
+        try:
+            errors = measure_output_errors(decoder, chosen.samples, units, candidates, folder, calibration.on_progress)
+            worst = shortlisted(units, errors, candidates[0])
+            divergence = measure_divergence(
+                decoder, chosen.samples, worst, candidates[0], errors.second_moments, folder, calibration.on_progress
+            )
+        finally:
+            shutil.rmtree(folder)
     harm = estimate_harm(units, candidates, errors, divergence)
     content = {
         "output_error": errors.relative,
@@ -250,24 +262,40 @@ class _Maker:
         folder = c.engines_dir / c.source.name / f"quantized-{identity}"
         if (folder / RECORD_NAME).is_file():
             c.say(f"quantized checkpoint found in {folder}")
-            found = CheckpointRecord.model_validate_json((folder / RECORD_NAME).read_text(encoding="utf-8"))
-            return self._told(folder, found)
+            return self._told(folder, read_record(folder))
+        self._tell_fitted(recipe, resolved)
         linears = {name: p for name, p in resolved.items() if name.startswith("model.layers.")}
         with working_folder(folder.with_name(f".quantizing-{identity}")) as work:
-            quantizer = ModelQuantizer(c.source, c.calibration_set, linears, work, c.device)
-            done = quantizer.run(c.on_progress)
-            (work / RECIPE_NAME).write_text(dump_recipe(recipe), encoding="utf-8")
-            report = json.dumps(as_json(c.calibration_set.report), indent=1, ensure_ascii=False)
-            (work / SET_REPORT_NAME).write_text(report + "\n", encoding="utf-8")
-            quantizer.clear()
-            record = self._record(identity, recipe, resolved, done)
-            text = json.dumps(record.model_dump(mode="json"), indent=1, ensure_ascii=False)
-            (work / RECORD_NAME).write_text(text + "\n", encoding="utf-8")
+            complete = work / CHECKPOINT_FOLDER
+            if not (complete / RECORD_NAME).is_file():  # where a killed run had it ready, it need only be moved
+                done = ModelQuantizer(c.source, c.calibration_set, linears, work, c.device).run(c.on_progress)
+                self._complete(identity, recipe, resolved, done)
+            record = read_record(complete)
             if folder.exists():  # without a record it is no checkpoint
                 shutil.rmtree(folder)
-            work.rename(folder)
+            complete.rename(folder)
+            shutil.rmtree(work)
         c.say(f"quantized checkpoint written to {folder}")
         return self._told(folder, record)
+
+    def _complete(self, identity: str, recipe: Recipe, resolved: dict[str, Precision], done: QuantizedModel) -> None:
+        """Add recipe, report and record to a folder. The record comes last, and whole."""
+        (done.folder / RECIPE_NAME).write_text(dump_recipe(recipe), encoding="utf-8")
+        report = json.dumps(as_json(self.calibration.calibration_set.report), indent=1, ensure_ascii=False)
+        (done.folder / SET_REPORT_NAME).write_text(report + "\n", encoding="utf-8")
+        record = self._record(identity, recipe, resolved, done)
+        text = json.dumps(record.model_dump(mode="json"), indent=1, ensure_ascii=False)
+        temporary = done.folder.with_name(RECORD_NAME)  # outside: the record lists all files inside
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.replace(done.folder / RECORD_NAME)
+
+    def _tell_fitted(self, recipe: Recipe, resolved: Mapping[str, Precision]) -> None:
+        fitted: dict[tuple[Precision, Precision], list[str]] = {}
+        for name, precision in resolved.items():
+            if precision != recipe.precision_of(name):
+                fitted.setdefault((recipe.precision_of(name), precision), []).append(name)
+        for (asked, precision), names in fitted.items():
+            self.calibration.say(f"{asked} does not divide the inputs of {some(names)}: {precision} there")
 
     def _told(self, folder: Path, record: CheckpointRecord) -> _Made:
         loss = record.loss

@@ -1,8 +1,8 @@
 """Fills a recipe: streams a model through the quantizer one layer at a time, and goes on where a killed run stopped.
 
 Each layer is shown the outputs of the quantized layers before it (GPTQ's own order), quantized, and run again for the
-next one. Finished layers and the hidden states behind them lie in a working folder beside the checkpoint's place; the
-folder is renamed when all is complete. Needs torch.
+next one. Finished layers lie in a folder inside a working folder beside the checkpoint's place, and beside it what only
+the run needs: the hidden states behind the last layer, and how far it is. Needs torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ QUANTIZER_VERSION = 1
 
 _WIDEN_TO = 512  # tokens that each expert is shown at least
 _LOSS_VALUES = 300_000_000  # logits that the loss is measured on, at most
-_PROGRESS_NAME = "progress.json"
+CHECKPOINT_FOLDER, _PROGRESS_NAME = "checkpoint", "progress.json"  # in the working folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +79,11 @@ def working_folder(folder: Path) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CalibrationError(f"another run is at work in {folder}", "wait for it, or stop it") from None
         yield folder
-    except BlockingIOError:
-        raise CalibrationError(f"another run is at work in {folder}", "wait for it, or stop it") from None
     finally:
         os.close(lock)
 
@@ -92,7 +93,7 @@ class ModelQuantizer:
 
     Args:
         precisions: precision of every decoder linear, fitted to its inputs.
-        work: the working folder; what a former run left in it is used.
+        work: the working folder; what a former run left in it is used. The checkpoint grows in `work / "checkpoint"`.
     """
 
     def __init__(
@@ -107,6 +108,8 @@ class ModelQuantizer:
         self._decoder = StreamedDecoder(source, device)
         self._precisions = precisions
         self._work = work
+        self._folder = work / CHECKPOINT_FOLDER
+        self._folder.mkdir(exist_ok=True)
         self._num_layers = source.spec.num_layers
         # with too little traffic for a part of its own, the loss is that of samples that were calibrated on
         self._measured = calibration_set.held_out or calibration_set.samples[:8]
@@ -128,15 +131,9 @@ class ModelQuantizer:
         on_progress("quantizing", self._num_layers, self._num_layers)
         self._write_rest()
         loss = self._loss()
-        finish_folder(self._work, self._source, self._precisions)
+        finish_folder(self._folder, self._source, self._precisions)
         self._join_statistics()
-        return QuantizedModel(folder=self._work, loss=loss, unreached_experts=progress["unreached_experts"])
-
-    def clear(self) -> None:
-        """Remove what only the run itself needed."""
-        for pattern in ("*-states-*", "layer-statistics-*", _PROGRESS_NAME):
-            for path in self._work.glob(pattern):
-                path.unlink()
+        return QuantizedModel(folder=self._folder, loss=loss, unreached_experts=progress["unreached_experts"])
 
     def _progress(self) -> dict[str, Any]:
         path = self._work / _PROGRESS_NAME
@@ -213,7 +210,7 @@ class ModelQuantizer:
             if self._precisions.get(module, _PLAIN).dtype == "f16":
                 tensors.setdefault(prefix + name, values.detach())
                 tensors[prefix + name] = in_16_bits(tensors[prefix + name].cpu())
-        write_shard(self._work / shard_name(number + 1, self._num_layers + 1), tensors)
+        write_shard(self._folder / shard_name(number + 1, self._num_layers + 1), tensors)
         maxima = {f"{key}.input_maxima": values for key, values in seen.input_maxima.items()}
         maxima |= {f"{module}.output_maxima": values for module, values in seen.output_maxima.items()}
         write_shard(self._work / f"layer-statistics-{number:05d}", maxima)
@@ -221,13 +218,13 @@ class ModelQuantizer:
     def _write_rest(self) -> None:
         names = [n for n in sorted(self._source.names()) if not n.startswith("model.layers.")]
         tensors = {name: in_16_bits(torch.from_numpy(self._source.read(name))) for name in names}
-        write_shard(self._work / shard_name(self._num_layers + 1, self._num_layers + 1), tensors)
+        write_shard(self._folder / shard_name(self._num_layers + 1, self._num_layers + 1), tensors)
 
     def _join_statistics(self) -> None:
         joined: dict[str, torch.Tensor] = {}
         for path in sorted(self._work.glob("layer-statistics-*")):
             joined |= load_file(path)
-        write_shard(self._work / STATISTICS_NAME, joined)
+        write_shard(self._folder / STATISTICS_NAME, joined)
 
     def _loss(self) -> LossPart:
         baseline, quantized = self._states("baseline", self._num_layers), self._states("quantized", self._num_layers)

@@ -84,6 +84,15 @@ def decision_units(spec: ModelSpec, *, experts_together: bool) -> list[Unit]:
     return [_unit(key, modules, shapes) for key, modules in members.items()]
 
 
+def portable_int4(spec: ModelSpec) -> Precision:
+    """int4 in groups of 128, or of 64 where 128 does not divide the inputs of all routed experts.
+
+    transformers, vLLM and SGLang read the experts of a checkpoint by one scheme, so that they cannot differ in this.
+    """
+    widths = {inner for module, (_, inner) in linear_shapes(spec).items() if _EXPERTS in module}
+    return Precision(dtype="int4", group_size=64 if any(width % 128 for width in widths) else 128)
+
+
 def _unit(key: str, modules: list[str], shapes: dict[str, tuple[int, int]]) -> Unit:
     kinds = [module.rpartition(".")[2].removesuffix("_proj") for module in modules]
     if key == "experts":

@@ -25,9 +25,9 @@ def safe_name(text: str) -> str:
 
 
 def some(names: Collection[str]) -> str:
-    """Up to three names of tensors, in order, and how many more there are."""
+    """Up to three names, in order, and how many more there are."""
     first = ", ".join(sorted(names)[:3])
-    return first if len(names) <= 3 else f"{first} and {len(names) - 3} more tensors"
+    return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"
 
 
 def row_range(shape: tuple[int, ...], rows: slice | None) -> tuple[int, int]:
