@@ -111,14 +111,22 @@ def build(
         bool, typer.Option(help="Say that production has no system prompts.", rich_help_panel=_CALIBRATION)
     ] = False,
     calib_samples: Annotated[
-        int, typer.Option(min=1, max=4096, help="Samples to calibrate on.", rich_help_panel=_CALIBRATION)
-    ] = 128,
+        int | None,
+        typer.Option(min=1, max=4096, help="Samples to calibrate on. Default: 128.", rich_help_panel=_CALIBRATION),
+    ] = None,
     calib_tokens: Annotated[
-        int, typer.Option(min=16, max=8192, help="Tokens of each sample at most.", rich_help_panel=_CALIBRATION)
-    ] = 512,
+        int | None,
+        typer.Option(
+            min=16, max=8192, help="Tokens of each sample at most. Default: 512.", rich_help_panel=_CALIBRATION
+        ),
+    ] = None,
     calib_device: Annotated[
-        str, typer.Option(help="auto, cpu or cuda: where calibration computes.", rich_help_panel=_CALIBRATION)
-    ] = "auto",
+        str | None,
+        typer.Option(
+            help="cpu or cuda: where calibration computes. Default: auto, the GPU where there is one.",
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = None,
     no_calib: Annotated[
         bool,
         typer.Option(help="Round to nearest: quick, needs no torch, costs quality.", rich_help_panel=_CALIBRATION),
@@ -168,7 +176,10 @@ def build(
 
 def _lower(request: BuildRequest, target: Arch, out: Path | None, console: Console) -> BuiltEngine:
     from harness.build.cpu_engine import build_cpu_engine
+    from harness.build.store import refuse_occupied
 
+    if out is not None:
+        refuse_occupied(out)  # before hours of calibration
     source, recipe = request.open(Path("engines"), console)
     _describe(source.spec, source.name, recipe, console)
     columns = (TextColumn("lowering"), BarColumn(), MofNCompleteColumn(), TextColumn("layers"), TimeElapsedColumn())

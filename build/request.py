@@ -8,6 +8,7 @@ extra `calib`; what needs them is imported when a build calibrates.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,14 +28,23 @@ from harness.recipe import INT8, PRESETS, Precision, Recipe, default_preset, loa
 from harness.tokenizer import Tokenizer
 from harness.weight_source import WeightSource
 
-_NEEDED = ("torch", "transformers", "llmcompressor", "compressed_tensors")
+_NEEDED = (
+    "torch",
+    "transformers",
+    "llmcompressor",
+    "compressed_tensors",
+    "safetensors",
+    "detect_secrets",
+    "phonenumbers",
+)
 _PERCENT = re.compile(r"^(\d+(?:\.\d+)?)\s*%$")
 _DEFAULT_BITS = 4.5
+_DEFAULT_SAMPLES, _DEFAULT_TOKENS = 128, 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildRequest:
-    """The flags of a build, as given.
+    """The flags of a build, as given; None where one is not.
 
     Raises:
         UsageError: flags that contradict each other, or a value that is none of those allowed.
@@ -51,14 +61,28 @@ class BuildRequest:
     traffic: tuple[Path, ...]
     system_prompts: tuple[Path, ...]
     no_system_prompts: bool
-    num_samples: int
-    max_tokens: int
-    device: str
+    num_samples: int | None
+    max_tokens: int | None
+    device: str | None
     no_calib: bool
 
     def __post_init__(self) -> None:
         if not self.model and self.checkpoint is None:
             raise UsageError("no model given", "harness-build --model MODEL, see harness-build --help")
+        self._check_exclusions()
+        _one_of("--precision", self.precision, (None, *PRESETS))
+        _one_of("--for", self.target, ("portable", "cpu"))
+        _one_of("--optimize", self.optimize, ("decode", "prefill"))
+        _one_of("--calib-device", self.device, (None, "auto", "cpu", "cuda"))
+        if self.bits is not None and not 4 <= self.bits <= 16:
+            raise UsageError(f"--bits {self.bits:g} is not between 4 and 16", "4.5 is a good start")
+        if self.optimize == "prefill" and (self.recipe or self.precision in ("f16", "int4")):
+            raise UsageError(
+                "--optimize goes with --bits, --max-loss or --precision int8", "a recipe says int8-a8 where it wants it"
+            )
+        self._loss_limit()
+
+    def _check_exclusions(self) -> None:
         given = {
             "--precision": self.precision,
             "--bits": self.bits,
@@ -79,17 +103,13 @@ class BuildRequest:
             measured = {"--bits": self.bits, "--max-loss": self.max_loss, **self._calibration_flags()}
             for flag, value in measured.items():
                 _exclude({"--no-calib": True, flag: value}, "rounding to nearest measures nothing")
-        _one_of("--precision", self.precision, (None, *PRESETS))
-        _one_of("--for", self.target, ("portable", "cpu"))
-        _one_of("--optimize", self.optimize, ("decode", "prefill"))
-        _one_of("--calib-device", self.device, ("auto", "cpu", "cuda"))
-        if self.bits is not None and not 4 <= self.bits <= 16:
-            raise UsageError(f"--bits {self.bits:g} is not between 4 and 16", "4.5 is a good start")
-        if self.optimize == "prefill" and (self.recipe or self.precision in ("f16", "int4")):
-            raise UsageError(
-                "--optimize goes with --bits, --max-loss or --precision int8", "a recipe says int8-a8 where it wants it"
-            )
-        self._loss_limit()
+        if self.precision == "f16":
+            for flag, value in self._calibration_flags().items():
+                _exclude({"--precision f16": True, flag: value}, "half precision has nothing to calibrate")
+        _exclude(
+            {"--system-prompt": self.system_prompts or None, "--no-system-prompts": self.no_system_prompts or None},
+            "production has system prompts or it has none",
+        )
 
     def open(self, engines_dir: Path, console: Console) -> tuple[WeightSource, Recipe]:
         """What is to be lowered, and its recipe; calibrates where that is asked for.
@@ -127,12 +147,18 @@ class BuildRequest:
         if name == "int8" and self.optimize == "prefill":
             both = Precision(dtype="int8", int8_activations=True)
             return Recipe(name="int8-a8", rules=(("*.mlp.experts.*", INT8), ("model.layers.*", both), ("*", INT8)))
-        return preset(name, source.spec)
+        chosen = preset(name, source.spec)
+        if name == "int4" and source.spec.moe is not None and self.target == "portable" and not self.no_calib:
+            from harness.calib.units import portable_int4
+
+            # the last layer's experts are no exception: other servers read those of all layers by one scheme
+            experts = ("*.mlp.experts.*", portable_int4(source.spec))
+            return Recipe(name=chosen.name, rules=(experts, *chosen.rules))
+        return chosen
 
     def _calibrate(self, source: WeightSource, recipe: Recipe | None, engines_dir: Path, console: Console) -> Path:
-        from loguru import logger
-
-        logger.disable("llmcompressor")  # it warns, when imported, that there is no GPU
+        # it would write its warnings to stdout, which is the engine's path alone; it looks when it is imported
+        os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
 
         from harness.calib.calibrate import Calibration, Goal, Optimize, Target, calibrate, int8_reasoning, torch_device
         from harness.calib.calibration_set import make_calibration_set
@@ -140,22 +166,20 @@ class BuildRequest:
 
         tokenizer = Tokenizer(source.tokenizer, source.generation_config)
         check_tokenizer(tokenizer, source.spec)
-        device = torch_device(self.device)
+        device = torch_device(self.device or "auto")
         chosen = make_calibration_set(
             tokenizer,
             traffic=self.traffic,
             system_prompts=self.system_prompts,
             allow_no_system_prompts=self.no_system_prompts,
-            num_samples=self.num_samples,
-            max_tokens=self.max_tokens,
+            num_samples=self.num_samples or _DEFAULT_SAMPLES,
+            max_tokens=self.max_tokens or _DEFAULT_TOKENS,
         )
         console.print(render_text(chosen.report), soft_wrap=True)
         limit = self._loss_limit()
-        if recipe is None:
+        if self.recipe is None:
             console.print(int8_reasoning(cast(Optimize, self.optimize)), soft_wrap=True)
-            bits = None if limit is not None else self.bits or _DEFAULT_BITS
-        else:
-            bits = None
+        bits = None if recipe is not None or limit is not None else self.bits or _DEFAULT_BITS
         with _progress(console) as progress:
             tasks: dict[str, TaskID] = {}
 
@@ -192,6 +216,9 @@ class BuildRequest:
             "--no-system-prompts": self.no_system_prompts or None,
             "--for": None if self.target == "portable" else self.target,
             "--optimize": None if self.optimize == "decode" else self.optimize,
+            "--calib-samples": self.num_samples,
+            "--calib-tokens": self.max_tokens,
+            "--calib-device": self.device,
         }
 
 
@@ -212,7 +239,7 @@ def _check_installed() -> None:
 def _exclude(flags: Mapping[str, object], reason: str) -> None:
     given = [flag for flag, value in flags.items() if value is not None]
     if len(given) > 1:
-        raise UsageError(f"{' and '.join(given)} exclude each other", reason)
+        raise UsageError(f"{' and '.join(given)} exclude each other", f"give one of them: {reason}")
 
 
 def _one_of(flag: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -68,9 +68,21 @@ def existing_engine(engine_dir: Path, wanted_id: str) -> bool:
             f"{engine_dir} holds another engine (id {manifest.engine_id}, this build is {wanted_id})",
             "give another --out",
         )
+    refuse_occupied(engine_dir)
+    return False
+
+
+def refuse_occupied(engine_dir: Path) -> None:
+    """Refuse a place of which nothing but its path need be known to see that no engine can lie there.
+
+    Raises:
+        BuildError: something else is there.
+        OSError: the folder cannot be looked at.
+    """
+    if not engine_dir.exists() or (engine_dir / MANIFEST_NAME).is_file():
+        return
     if not engine_dir.is_dir() or any(engine_dir.iterdir()):
         raise BuildError(f"{engine_dir} exists and is not an engine", "give another --out, or remove it")
-    return False
 
 
 def check_free_space(folder: Path, needed_bytes: int) -> None:
