@@ -59,10 +59,10 @@ def checkpoint(label: str, opened: QuantizedCheckpoint) -> Contender:
 
     def quantize(model: QualityModel) -> Quantized:
         weights = {module: opened.read(f"{module}.weight") for module in model.linears}
-        return Quantized(weights=weights, bits_per_weight=record.linear_bits_per_weight)
+        return Quantized(weights=weights, bits_per_weight=record.recipe.decoder_bits_per_weight)
 
     return Contender(
-        name=label or f"ours {record.linear_bits_per_weight:.2f} bits, {record.target}",
+        name=label or f"ours {record.recipe.decoder_bits_per_weight:.2f} bits, {record.target}",
         family=f"ours, {record.target}",
         version=opened.fingerprint(),
         quantize=quantize,
