@@ -13,7 +13,6 @@ import re
 import tempfile
 from collections import Counter
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import gguf
@@ -42,7 +41,7 @@ def contenders() -> list[Contender]:
         Contender(
             name=f"llama.cpp {name}{' + imatrix' if imatrix else ''}",
             family=f"llama.cpp{' + imatrix' if imatrix else ''}",
-            version=f"llama-cpp-python {version('llama-cpp-python')}",
+            version=f"llama-cpp-python {llama_cpp.__version__}",
             quantize=partial(_quantize, file_type=name, imatrix=imatrix),
         )
         for name, imatrix in types

@@ -1,6 +1,6 @@
 """NNCF's weight compression with its calibrated parts, AWQ and scale estimation, on the torch model.
 
-Zero points, group 128 and int8 backup layers chosen by NNCF's own sensitivity, as its documentation recommends for
+Zero points, and in the mixes int8 layers that NNCF's own sensitivity picks, as its documentation recommends for
 language models. Embeddings, lm_head and whatever else is no decoder linear are out of its scope.
 """
 
@@ -20,32 +20,32 @@ from torch import nn
 
 from harness.weight_source import FloatArray
 
-_GROUP_SIZE = 128
 _OTHERS = [".*embed_tokens.*", ".*lm_head.*", ".*kv_b_proj.*", ".*/gate/.*"]  # not every model has all of them
 _HOOK = re.compile(r"post_hooks\.(.+):weight__\d+")
 
 
 def contenders() -> list[Contender]:
-    """All in four bits, and two mixes with int8."""
-    targets = {"int4": None, "mixed 4.5": 4.5, "mixed 5.0": 5.0}
+    """All in four bits, by group size, and two mixes with int8."""
+    uniform = [(f"int4-g{group}", group, None) for group in (128, 64, 32)]
+    mixes = [(f"int4-g128 and int8, {bits} bits", 128, bits) for bits in (4.5, 5.0)]
     return [
         Contender(
-            name=f"NNCF {name}, AWQ + scale estimation",
+            name=f"NNCF {name}",
             family="NNCF",
             version=f"{nncf.__version__} torch {torch.__version__}",
-            quantize=partial(_quantize, target_bits=target),
+            quantize=partial(_quantize, group_size=group_size, target_bits=target),
         )
-        for name, target in targets.items()
+        for name, group_size, target in [*uniform, *mixes]
     ]
 
 
-def _quantize(model: QualityModel, target_bits: float | None) -> Quantized:
+def _quantize(model: QualityModel, group_size: int, target_bits: float | None) -> Quantized:
     nncf.set_log_level(logging.WARNING)
     compressed = nncf.compress_weights(
         copy.deepcopy(model.torch_model),
         mode=nncf.CompressWeightsMode.INT4_ASYM,
-        ratio=1.0 if target_bits is None else _ratio(model, target_bits),
-        group_size=_GROUP_SIZE,
+        ratio=1.0 if target_bits is None else _ratio(model, group_size, target_bits),
+        group_size=group_size,
         awq=True,
         scale_estimation=True,
         dataset=nncf.Dataset(
@@ -63,10 +63,10 @@ def _quantize(model: QualityModel, target_bits: float | None) -> Quantized:
     return Quantized(weights=weights, bits_per_weight=stored_bits / num_weights(model), note=note)
 
 
-def _ratio(model: QualityModel, target_bits: float) -> float:
+def _ratio(model: QualityModel, group_size: int, target_bits: float) -> float:
     """Share of weights in int4 at which the whole has the bits wanted: int4 has a scale and a 4-bit zero point a group,
     int8 a scale and an 8-bit zero point a row."""
-    low = 4 + (16 + 4) / _GROUP_SIZE
+    low = 4 + (16 + 4) / group_size
     high = 8 + sum(out * (16 + 8) for out, _ in model.linears.values()) / num_weights(model)
     return (high - target_bits) / (high - low)
 

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import quality_plot
 import texts
+import torch
 from contenders import Contender, checkpoint, round_to_nearest
 from quality_model import WINDOW, QualityModel
 
@@ -32,6 +33,7 @@ from harness.build.open_source import open_source
 from harness.calib.measure import perplexity
 
 CACHE = texts.REPOSITORY / ".cache" / "quality"
+CALIBRATION = CACHE / "calibration.jsonl"
 _FEW_WINDOWS = 8
 MODELS = {
     "tiny Llama": ("tests/models/tiny-llama", 32),
@@ -40,19 +42,21 @@ MODELS = {
 }
 """Path, and how many windows of each domain are scored."""
 REFERENCE = "llama.cpp Q4_K_M"
-_CALIBRATION_TEXTS = 48  # of each domain
+_CALIBRATION_TEXTS = 54  # of each domain: 128 samples, and some that harness-build holds out for itself
 _CALIBRATION_CHARS = {"code": 2000, "english": 2000, "chinese": 800}
 
 Record = dict[str, Any]
 
 
-def calibration_texts() -> list[str]:
+def write_calibration(path: Path) -> None:
     """Pieces of training documents, equally many of each domain; held-out text has no overlap with them."""
-    pieces = []
+    lines = []
     for domain, length in _CALIBRATION_CHARS.items():
         long_enough = [d.text for d in texts.split(domain).train if len(d.text) >= length]
-        pieces += [text[:length] for text in random.Random(0).sample(long_enough, _CALIBRATION_TEXTS)]
-    return pieces
+        pieces = random.Random(0).sample(long_enough, _CALIBRATION_TEXTS)
+        lines += [json.dumps({"text": piece[:length]}, ensure_ascii=False) + "\n" for piece in pieces]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(lines), encoding="utf-8")
 
 
 def held_out_texts(domain: str) -> list[str]:
@@ -148,16 +152,16 @@ def measure(name: str, checkpoints: Sequence[tuple[str, str]], pattern: str) -> 
         name,
         open_source(path),
         held_out={domain: held_out_texts(domain) for domain in texts.DOMAINS},
-        calibration_texts=calibration_texts(),
+        calibration=CALIBRATION,
         num_windows=num_windows,
         cache=CACHE / "logits",
     )
     chosen = [c for c in contenders(checkpoints, model.source.fingerprint()) if fnmatchcase(c.name, pattern)]
     records = []
     for i, contender in enumerate(chosen, 1):
-        print(f"{name}: {i} of {len(chosen)}, {contender.name} ...", end=" ", flush=True)
+        print(f"{name}, {i} of {len(chosen)}: {contender.name}", flush=True)
         record = record_of(model, contender, CACHE / "scores")
-        print(f"{record['bits_per_weight']:.2f} bits, KL {mean_divergence(record):.5f}, {record['seconds']:.0f} s")
+        print(f"  {record['bits_per_weight']:.2f} bits, KL {mean_divergence(record):.5f}, {record['seconds']:.0f} s")
         records.append(record)
     unquantized = model.score({})
     return {
@@ -183,13 +187,13 @@ def main() -> None:
         metavar="[LABEL=]DIR",
         help="a quantized checkpoint of one of the models; may be repeated",
     )
-    parser.add_argument("--write-calibration", type=Path, metavar="FILE", help="write the calibration texts and stop")
+    parser.add_argument("--threads", type=int, help="one is fastest on a machine that others use; default: all cores")
     parser.add_argument("--out", type=Path, default=Path("bench-results"))
     arguments = parser.parse_args()
-    if arguments.write_calibration:
-        lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in calibration_texts())
-        arguments.write_calibration.write_text("".join(lines), encoding="utf-8")
-        return
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    write_calibration(CALIBRATION)
+    print(f"calibration texts, for harness-build --no-system-prompts --calib: {CALIBRATION}")
     checkpoints = [tuple(given.rpartition("=")[::2]) for given in arguments.checkpoint]
     report = {
         "machine": platform.processor() or platform.machine(),

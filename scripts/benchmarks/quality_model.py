@@ -20,6 +20,7 @@ import torch
 import transformers
 from torch import nn
 
+from harness.calib.calibration_set import make_calibration_set
 from harness.calib.measure import kl_divergence, negative_log_likelihood
 from harness.recipe import linear_shapes
 from harness.tokenizer import Tokenizer
@@ -78,7 +79,8 @@ class QualityModel:
         name: for tables.
         source: its weights.
         held_out: documents of each domain to score on.
-        calibration_texts: what contenders with data may look at.
+        calibration: file of the texts that contenders with data may look at; the set drawn from it is that of
+            `harness-build --calib FILE --no-system-prompts`.
         num_windows: of each domain, at most.
         cache: folder for the unquantized model's logits.
     """
@@ -89,7 +91,7 @@ class QualityModel:
         source: WeightSource,
         *,
         held_out: Mapping[str, Sequence[str]],
-        calibration_texts: Sequence[str],
+        calibration: Path,
         num_windows: int,
         cache: Path,
     ) -> None:
@@ -98,7 +100,8 @@ class QualityModel:
         """`(out, in)` of every decoder linear."""
         tokenizer = Tokenizer(source.tokenizer, source.generation_config)
         self.windows = {d: _windows(tokenizer, texts, num_windows) for d, texts in held_out.items()}
-        self.calibration = [np.array(tokenizer.encode(text)[: 2 * WINDOW], np.int64) for text in calibration_texts]
+        drawn = make_calibration_set(tokenizer, traffic=[calibration], allow_no_system_prompts=True)
+        self.calibration = [np.asarray(sample, np.int64) for sample in drawn.samples]
         content = [source.fingerprint().encode(), *(tokens.tobytes() for tokens in self.windows.values())]
         self.key = hashlib.sha256(b"".join(content)).hexdigest()[:16]
         """Of the weights and the tokens scored."""
@@ -131,7 +134,7 @@ class QualityModel:
             return {domain: self._score(domain, kept) for domain, kept in baseline.items()}
 
     def input_second_moments(self) -> dict[str, FloatArray]:
-        """Mean square of each input `(in,)` of every decoder linear over the calibration texts."""
+        """Mean square of each input `(in,)` of every decoder linear over the calibration set."""
         sums = {module: torch.zeros(shape[1]) for module, shape in self.linears.items()}
 
         def add(total: torch.Tensor, inputs: torch.Tensor) -> None:
