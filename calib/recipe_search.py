@@ -7,6 +7,7 @@ inputs vary most between the calibration set and what a server will see.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -54,8 +55,9 @@ def search_assignment(
     num_weights = sum(unit.num_weights for unit in units)
     spare = bits * num_weights - least.sum()
     if spare < -1e-6 * num_weights:
+        needed = math.ceil(least.sum() / num_weights * 1000) / 1000  # rounded up: it is to be given back
         raise RecipeError(
-            f"{bits:g} bits per weight cannot be met: this model needs at least {least.sum() / num_weights:.4g}",
+            f"{bits:g} bits per weight cannot be met: this model needs at least {needed:g}",
             "give --bits that much or more, or a --recipe with per-channel int4 and --for cpu",
         )
     # one step of the budget is one column; what a choice costs above the least is rounded up, so the budget holds
@@ -86,7 +88,8 @@ def smallest_assignment(
 ) -> Assignment:
     """The assignment of fewest bits whose total harm is at most `limit`; the highest if none is."""
     low = bits_per_weight(units, {unit.name: min(candidates, key=unit.bits) for unit in units})
-    high = bits_per_weight(units, {unit.name: max(candidates, key=unit.bits) for unit in units})
+    # a little more than the highest takes, for costs are rounded up in the search
+    high = 0.1 + bits_per_weight(units, {unit.name: max(candidates, key=unit.bits) for unit in units})
     for _ in range(12):
         middle = (low + high) / 2
         found = search_assignment(units, candidates, harm, middle)
