@@ -228,7 +228,7 @@ def test_a_faulty_model_is_refused(fault: str, model: Path, tmp_path: Path, buil
     edit, words = FAULTY_MODELS[fault]
     edit(model)
     before = files_under(tmp_path)
-    build("--model", "tiny").says(*words)
+    build("--no-calib", "--model", "tiny").says(*words)
     assert files_under(tmp_path) == before
 
 
@@ -244,13 +244,13 @@ def test_a_faulty_model_is_refused(fault: str, model: Path, tmp_path: Path, buil
 )
 def test_a_gguf_file_with_absurd_counts_is_refused(content: bytes, tmp_path: Path, build: Callable[..., Done]) -> None:
     (tmp_path / "m.gguf").write_bytes(content)
-    build("--model", "m.gguf").says("m.gguf", "download the file again")
+    build("--no-calib", "--model", "m.gguf").says("m.gguf", "download the file again")
 
 
 @pytest.mark.parametrize("precision", ["f16", "int8"])
 def test_a_value_beyond_half_precision(precision: str, model: Path, build: Callable[..., Done]) -> None:
     with_value(UP, 1e6)(model)
-    done = build("--model", "tiny", "--precision", precision)
+    done = build("--no-calib", "--model", "tiny", "--precision", precision)
     if precision == "f16":
         done.says(UP, "too large for half precision", "--precision int8")
     else:
@@ -269,7 +269,7 @@ BAD_RECIPES = {
 @pytest.mark.parametrize("text", BAD_RECIPES)
 def test_a_bad_recipe_is_refused(text: str, model: Path, tmp_path: Path, build: Callable[..., Done]) -> None:
     (tmp_path / "r.yaml").write_text(text)
-    build("--model", "tiny", "--recipe", "r.yaml").says(BAD_RECIPES[text])
+    build("--no-calib", "--model", "tiny", "--recipe", "r.yaml").says(BAD_RECIPES[text])
 
 
 @pytest.mark.parametrize(
@@ -292,8 +292,8 @@ def test_a_bad_recipe_is_refused(text: str, model: Path, tmp_path: Path, build: 
         (["--model", "a\0b"], 1, "nothing at"),
         (["--model", "tiny", "--out", "file"], 1, "exists and is not an engine"),
         (["--model", "tiny", "--out", "tiny"], 1, "exists and is not an engine"),
-        (["--model", "tiny", "--out", "file/engine"], 1, "cannot write file/engine"),
-        (["--model", "tiny", "--out", "/proc/engine"], 1, "cannot write /proc/engine"),
+        (["--no-calib", "--model", "tiny", "--out", "file/engine"], 1, "cannot write file/engine"),
+        (["--no-calib", "--model", "tiny", "--out", "/proc/engine"], 1, "cannot write /proc/engine"),
         (["--model", "tiny", "--out", "x" * 300], 1, "too long"),
         (["inspect", "--engine", "tiny"], 1, "no engine in tiny"),
         (["verify", "--engine", "nowhere"], 1, "there is no folder nowhere"),
@@ -312,7 +312,7 @@ def test_a_bad_command_line_is_refused(
 
 
 def test_a_hub_id_without_network(tmp_path: Path) -> None:
-    done = process("--model", "org/name", cwd=tmp_path, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    done = process("--no-calib", "--model", "org/name", cwd=tmp_path, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     done.says("org/name", "HF_HUB_OFFLINE")
 
 
@@ -325,48 +325,48 @@ def test_streams_and_places(model: Path, tmp_path: Path) -> None:
     (place / "real").mkdir()
     (place / "link").symlink_to("real")
     ascii_only = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    done = process("--model", "../tiny/../tiny/", "--out", "./link", cwd=place, env=ascii_only)
+    done = process("--no-calib", "--model", "../tiny/../tiny/", "--out", "./link", cwd=place, env=ascii_only)
     assert (done.code, done.out) == (0, "link\n"), done.err
     assert (place / "link").is_symlink()
     assert (place / "real" / "manifest.json").is_file()
     assert "layers" in done.err
     assert "harness-run server --engine link" in done.err
-    again = process("--model", "tiny", "--out", place / "link", cwd=tmp_path, env=ascii_only)
+    again = process("--no-calib", "--model", "tiny", "--out", place / "link", cwd=tmp_path, env=ascii_only)
     assert (again.code, again.out) == (0, f"{place}/link\n"), again.err
     assert "found for cpu" in again.err
     assert not list(place.glob(".building-*"))
 
 
 def test_an_engine_is_reused_by_its_content(model: Path, tmp_path: Path, build: Callable[..., Done]) -> None:
-    first = build("--model", "tiny")
+    first = build("--no-calib", "--model", "tiny")
     assert first.code == 0, first.err
     assert "built for cpu" in first.err
-    again = build("--model", model, "--arch", "cpu")
+    again = build("--no-calib", "--model", model, "--arch", "cpu")
     assert (again.code, again.out) == (0, first.out)
     assert "found for cpu" in again.err
     engine = tmp_path / first.out.strip()
     assert engine.parent == tmp_path / "engines" / "tiny"
-    other_recipe = build("--model", "tiny", "--precision", "f16")
+    other_recipe = build("--no-calib", "--model", "tiny", "--precision", "f16")
     with_value(UP, 0.25)(model)
-    other_weights = build("--model", "tiny")
+    other_weights = build("--no-calib", "--model", "tiny")
     assert len({first.out, other_recipe.out, other_weights.out}) == 3
-    build("--model", "tiny", "--out", engine).says("holds another engine", "--out")
+    build("--no-calib", "--model", "tiny", "--out", engine).says("holds another engine", "--out")
     assert build("verify", "--engine", engine).code == 0
 
 
 def test_a_damaged_engine_is_not_reused(model: Path, build: Callable[..., Done]) -> None:
-    assert build("--model", "tiny", "--out", "e").code == 0
+    assert build("--no-calib", "--model", "tiny", "--out", "e").code == 0
     cut("model.bin", 1)(Path("e"))
-    build("--model", "tiny", "--out", "e").says("damaged", "model.bin has", "remove it")
+    build("--no-calib", "--model", "tiny", "--out", "e").says("damaged", "model.bin has", "remove it")
     write("manifest.json", "{")(Path("e"))
-    build("--model", "tiny", "--out", "e").says("damaged", "not a valid manifest", "remove it")
+    build("--no-calib", "--model", "tiny", "--out", "e").says("damaged", "not a valid manifest", "remove it")
 
 
 @pytest.fixture(scope="module")
 def engine_files(model_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model, built. Not to be changed: `engine` is a copy."""
     folder = tmp_path_factory.mktemp("built")
-    done = process("--model", model_files, "--out", "e", cwd=folder)
+    done = process("--no-calib", "--model", model_files, "--out", "e", cwd=folder)
     assert done.code == 0, done.err
     return folder / "e"
 
@@ -471,7 +471,7 @@ main()
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_build_leaves_nothing(number: signal.Signals, code: int, model: Path, tmp_path: Path) -> None:
     before = files_under(tmp_path)
-    done = process(str(number.value), "--model", "tiny", cwd=tmp_path, code=INTERRUPTED)
+    done = process(str(number.value), "--no-calib", "--model", "tiny", cwd=tmp_path, code=INTERRUPTED)
     assert (done.code, done.out) == (code, ""), done.err
     assert "Traceback" not in done.err
     assert files_under(tmp_path) == before
@@ -480,16 +480,16 @@ def test_an_interrupted_build_leaves_nothing(number: signal.Signals, code: int, 
 def test_what_a_killed_build_left_is_removed_by_the_next(
     model: Path, tmp_path: Path, build: Callable[..., Done]
 ) -> None:
-    done = process(str(signal.SIGKILL.value), "--model", "tiny", cwd=tmp_path, code=INTERRUPTED)
+    done = process(str(signal.SIGKILL.value), "--no-calib", "--model", "tiny", cwd=tmp_path, code=INTERRUPTED)
     assert done.code == -signal.SIGKILL
     store = tmp_path / "engines" / "tiny"
     assert [path.name[:10] for path in store.iterdir()] == [".building-"]
-    assert build("--model", "tiny").code == 0
+    assert build("--no-calib", "--model", "tiny").code == 0
     assert [path.name[:4] for path in store.iterdir()] == ["cpu-"]
 
 
 def test_two_builds_of_one_engine_at_once(model: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RUN, "--model", "tiny"]
+    command = [sys.executable, "-c", RUN, "--no-calib", "--model", "tiny"]
     both = [subprocess.Popen(command, cwd=tmp_path, stdout=-1, stderr=-1, text=True) for _ in range(2)]
     said = [running.communicate(timeout=60) for running in both]
     assert [running.returncode for running in both] == [0, 0], said
@@ -523,12 +523,21 @@ def test_a_full_disk_is_an_error_wherever_it_strikes(
 ) -> None:
     tokenizer = model / "tokenizer.json"
     tokenizer.write_bytes(tokenizer.read_bytes() + b" " * 500_000)  # so that it is the last to fit
-    assert build("--model", "tiny", "--out", "whole", "--precision", precision).code == 0
+    assert build("--no-calib", "--model", "tiny", "--out", "whole", "--precision", precision).code == 0
     sizes = {name: (tmp_path / "whole" / name).stat().st_size for name in ("model.bin", "model.xml", "tokenizer.json")}
     before = files_under(tmp_path)
     limits = [0, 50_000, *(size - 100 for size in sizes.values())]
     done = process(
-        json.dumps(limits), "--model", "tiny", "--out", "e", "--precision", precision, cwd=tmp_path, code=LIMITED
+        json.dumps(limits),
+        "--no-calib",
+        "--model",
+        "tiny",
+        "--out",
+        "e",
+        "--precision",
+        precision,
+        cwd=tmp_path,
+        code=LIMITED,
     )
     assert done.code == 0, done.err
     for limit, (code, said) in zip(limits, json.loads(done.out), strict=True):
@@ -545,7 +554,7 @@ def test_another_failure_to_write_is_not_called_a_full_disk(
         raise RuntimeError("Check 'friendly_name' failed")
 
     monkeypatch.setattr(openvino, "save_model", save_model)
-    done = build("--model", "tiny")
+    done = build("--no-calib", "--model", "tiny")
     done.says("cannot write the model: Check 'friendly_name' failed")
     assert "free some" not in done.err
     assert not (tmp_path / "engines").exists()
@@ -577,8 +586,10 @@ def test_files_without_permission(
         (here / "sealed").chmod(0)
         (here / "read-only").mkdir(mode=0o555)
         with nobody():
-            build("--model", "unreadable").says(f"unreadable/{WEIGHTS}", "Permission denied")
-            build("--model", "sealed").says("sealed")
-            build("--model", "whole", "--out", "read-only/e").says("cannot write read-only/e", "Permission denied")
+            build("--no-calib", "--model", "unreadable").says(f"unreadable/{WEIGHTS}", "Permission denied")
+            build("--no-calib", "--model", "sealed").says("sealed")
+            build("--no-calib", "--model", "whole", "--out", "read-only/e").says(
+                "cannot write read-only/e", "Permission denied"
+            )
         (here / "sealed").chmod(0o755)  # so that it can be removed
         assert list((here / "read-only").iterdir()) == []
