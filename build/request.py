@@ -129,6 +129,8 @@ class BuildRequest:
         if self._plain(chosen):
             return source, chosen or preset("int4", source.spec)
         check_weights(source)
+        if chosen is not None:
+            chosen.resolve(source.spec)  # refused here rather than when the traffic is read
         checkpoint = open_checkpoint(self._calibrate(source, chosen, engines_dir, console))
         return checkpoint, checkpoint.recipe
 
