@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from harness.calib.measure import kl_divergence, negative_log_likelihood, perplexity
 from harness.manifest import EngineManifest, read_manifest
 from harness.runtime.executor import TOKENS_PER_BLOCK, ScheduledSequence, SchedulerOutput
 from harness.runtime.machine import num_usable_cores
@@ -33,8 +34,8 @@ VARIANTS: dict[str, dict[str, str]] = {
 }
 
 
-def log_probabilities(executor: OpenVinoExecutor, tokens: list[int], chunk: int = STRETCH) -> Logits:
-    """Log-probabilities `(tokens, vocab)`, each stretch computed on its own in chunks."""
+def compute_logits(executor: OpenVinoExecutor, tokens: list[int], chunk: int = STRETCH) -> Logits:
+    """Logits `(tokens, vocab)`, each stretch computed on its own in chunks."""
     rows = []
     for start in range(0, len(tokens), STRETCH):
         for begin in range(0, STRETCH, chunk):
@@ -47,24 +48,22 @@ def log_probabilities(executor: OpenVinoExecutor, tokens: list[int], chunk: int 
                 logit_positions=list(range(end - begin)),
             )
             rows.append(executor.execute(SchedulerOutput(sequences=[part])).logits.copy())
-    logits = np.concatenate(rows)
-    logits -= logits.max(axis=1, keepdims=True)
-    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    return np.concatenate(rows)
 
 
 def compare(reference: Logits, seen: Logits, tokens: list[int]) -> dict[str, float]:
     """KL divergence, agreement of the likeliest token, perplexity and its change."""
-    divergence = (np.exp(reference) * (reference - seen)).sum(axis=1)
-    rows = [i for i in range(len(tokens) - 1) if (i + 1) % STRETCH]
-    targets = [tokens[i + 1] for i in rows]
-    perplexity = float(np.exp(-seen[rows, targets].mean()))
-    base = float(np.exp(-reference[rows, targets].mean()))
+    divergence = kl_divergence(reference, seen)
+    targets = np.array(tokens[1:])
+    predicted = np.arange(1, len(tokens)) % STRETCH > 0  # the first token of a stretch has none before it
+    after = perplexity(negative_log_likelihood(seen[:-1], targets)[predicted])
+    before = perplexity(negative_log_likelihood(reference[:-1], targets)[predicted])
     return {
         "kl_mean": float(divergence.mean()),
         "kl_p99": float(np.quantile(divergence, 0.99)),
         "top1": float((reference.argmax(axis=1) == seen.argmax(axis=1)).mean()),
-        "perplexity": perplexity,
-        "perplexity_change": perplexity / base - 1,
+        "perplexity": after,
+        "perplexity_change": after / before - 1,
     }
 
 
@@ -84,12 +83,12 @@ def measure(engine_dir: Path, num_stretches: int) -> dict[str, Any]:
             num_threads=num_usable_cores(),
         )
 
-    exact = log_probabilities(executor({}, deterministic=True), tokens)
-    results = {name: compare(exact, log_probabilities(executor(c), tokens), tokens) for name, c in VARIANTS.items()}
+    exact = compute_logits(executor({}, deterministic=True), tokens)
+    results = {name: compare(exact, compute_logits(executor(c), tokens), tokens) for name, c in VARIANTS.items()}
     fast = executor({})
-    whole = log_probabilities(fast, tokens)
-    results["fast mode, whole blocks beside whole"] = compare(whole, log_probabilities(fast, tokens, 32), tokens)
-    results["fast mode, token by token beside whole"] = compare(whole, log_probabilities(fast, tokens, 1), tokens)
+    whole = compute_logits(fast, tokens)
+    results["fast mode, whole blocks beside whole"] = compare(whole, compute_logits(fast, tokens, 32), tokens)
+    results["fast mode, token by token beside whole"] = compare(whole, compute_logits(fast, tokens, 1), tokens)
     return {"engine": manifest.model.name, "recipe": manifest.recipe.name, "tokens": len(tokens), "variants": results}
 
 

@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from harness.build.open_source import open_source
+from harness.calib.measure import kl_divergence
 from harness.manifest import read_manifest
 from harness.runtime.block_pool import num_blocks_for
 from harness.runtime.engine_core import EngineCore
@@ -241,18 +242,6 @@ def _forced(executor: OpenVinoExecutor, text: list[int], chunk: int, *, beside: 
     return np.concatenate(rows)
 
 
-def _divergence(reference: Logits, seen: Logits) -> Logits:
-    """KL divergence of each row, in nats."""
-
-    def log_softmax(logits: Logits) -> Logits:
-        shifted = logits - logits.max(axis=1, keepdims=True)
-        return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-
-    p, q = log_softmax(reference), log_softmax(seen)
-    divergence: Logits = (np.exp(p) * (p - q)).sum(axis=1)
-    return divergence
-
-
 @pytest.mark.parametrize(
     ("chunk", "beside"),
     [(192, 0), (64, 0), (7, 0), (1, 0), (1, 5)],
@@ -261,7 +250,7 @@ def _divergence(reference: Logits, seen: Logits) -> Logits:
 def test_fast_mode_stays_near_deterministic_mode(
     chunk: int, beside: int, fast: OpenVinoExecutor, exact: OpenVinoExecutor, text: list[int]
 ) -> None:
-    divergence = _divergence(_forced(exact, text, len(text)), _forced(fast, text, chunk, beside=beside))
+    divergence = kl_divergence(_forced(exact, text, len(text)), _forced(fast, text, chunk, beside=beside))
     assert divergence.mean() < _FAST_MEAN_KL
     assert divergence.max() < _FAST_MAX_KL
 
@@ -282,7 +271,7 @@ def test_fast_mode_reads_its_8_bit_cache_back(
     assert {len(tokens) for tokens in outcome.tokens.values()} == {40}
     assert set(outcome.cached.values()) == {last // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK}
     rows = np.array([recording.rows[request.request_id, last] for request in requests])
-    assert _divergence(np.tile(reference, (len(rows), 1)), rows).max() < _FAST_MAX_KL
+    assert kl_divergence(np.tile(reference, (len(rows), 1)), rows).max() < _FAST_MAX_KL
 
 
 def test_a_random_day_leaks_no_block(fast: OpenVinoExecutor) -> None:
