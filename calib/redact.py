@@ -74,7 +74,7 @@ class AuthorizationHeader(RegexBasedDetector):
     denylist = (
         re.compile(
             r"(?i)\b(?:proxy-)?authorization[\"']?\s{0,4}[:=]\s{0,4}[\"']?"
-            r"(?P<secret>(?:(?:bearer|basic|digest|token|apikey)\s{1,4})?[^\s\"'`,;{}$<>]{8,4000})"
+            r"(?P<secret>(?:(?:bearer|basic|digest|token|apikey)\s{1,4}|(?=\S{0,200}\d))[^\s\"'`,;{}()$<>]{8,4000})(?![\w.(])"
         ),
         re.compile(
             r"(?i)\bx-(?:api|auth)-(?:key|token)[\"']?\s{0,4}[:=]\s{0,4}[\"']?(?P<secret>[^\s\"'`,;{}$<>]{8,4000})"
@@ -131,7 +131,7 @@ class IpAddress(RegexBasedDetector):
 
     secret_type = "IP"
     denylist = (
-        re.compile(r"(?<![\w.-])(?:\d{1,3}\.){3}\d{1,3}(?![\w-]|\.\d)"),
+        re.compile(r"(?<![\w.-])(?<!ersion )(?:\d{1,3}\.){3}\d{1,3}(?![\w-]|\.\d)"),
         re.compile(r"(?<![\w:.])(?:[0-9A-Fa-f]{1,4}:{1,2}){3,7}(?:[0-9A-Fa-f]{1,4})?(?![\w:])"),
     )
 
@@ -276,7 +276,8 @@ _TELEPHONE_LIKE = re.compile(
 def _telephones(text: str) -> Iterator[Span]:
     for candidate in _TELEPHONE_LIKE.finditer(text):
         regions = ("US",) if candidate["american"] else PHONE_REGIONS
-        if _is_telephone(candidate[0], regions):
+        # one point is that of a decimal number
+        if candidate[0].count(".") != 1 and _is_telephone(candidate[0], regions):
             yield candidate.start(), candidate.end(), "PHONE"
 
 

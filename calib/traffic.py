@@ -24,7 +24,7 @@ from typing import Any, TextIO
 from harness.errors import CalibrationError
 
 MAX_LINE_CHARS = 8 << 20
-MAX_REQUESTS = 4096
+MAX_REQUESTS = 2048
 MAX_TOTAL_CHARS = 256 << 20
 MAX_BAD_LINES_NAMED = 20
 # where proxies and batch files put the request itself
@@ -68,7 +68,7 @@ class Traffic:
 
 
 def read_traffic(paths: Sequence[Path], *, seed: int = 0) -> Traffic:
-    """Read files of traffic, at most 4096 distinct requests and 256 Mi characters of them kept.
+    """Read files of traffic, at most 2048 distinct requests and 256 Mi characters of them kept.
 
     Raises:
         CalibrationError: a file cannot be opened, or no line of any file is a request.

@@ -21,6 +21,7 @@ from harness.tokenizer import Tokenizer
 HEAD_EVERY = 4
 # Enough text for a window: few tokenizers need more characters per token, and a log may hold prompts of megabytes.
 CHARS_PER_TOKEN = 16
+MARGIN_CHARS = 4096
 
 TokenIds = npt.NDArray[np.int64]
 
@@ -55,22 +56,31 @@ class WindowCutter:
             # a head that is taken already is that of a system prompt longer than the window
             windows = [True, False] if long and heads_turn else [not long]
             for head in windows:
-                ids = self._window(prompt.text, head=head)
+                ids, redactions = self._window(prompt.text, head=head)
                 if ids.tobytes() not in self._seen:
                     self._seen.add(ids.tobytes())
+                    self.redactions += redactions
                     samples.append(Sample(prompt=prompt, token_ids=ids, truncated=long))
                     break
             else:
                 self.num_duplicates += 1
         return tuple(samples)
 
-    def _window(self, whole: str, *, head: bool) -> TokenIds:
-        chars = self.max_tokens * CHARS_PER_TOKEN
-        text, found = redact(whole[:chars] if head else whole[-chars:])
-        self.redactions += found
+    def _window(self, whole: str, *, head: bool) -> tuple[TokenIds, Counter[str]]:
+        """Token ids, and how many placeholders of each kind are among them."""
+        chars = self.max_tokens * CHARS_PER_TOKEN + MARGIN_CHARS
+        part = whole[:chars] if head else whole[-chars:]
+        text, found = redact(part)
+        if len(part) < len(whole):
+            # a secret that the cut went through was not recognised
+            text = text[:-MARGIN_CHARS] if head else text[MARGIN_CHARS:]
         ids = self.tokenizer.encode(text)
-        # a template may write it where the tokenizer adds none
-        bos = [i for i in self.tokenizer.encode(whole[: 4 * CHARS_PER_TOKEN])[:1] if i == self.tokenizer.bos_token_id]
         if not head and len(ids) > self.max_tokens:
+            # a template may write the BOS where the tokenizer adds none
+            start = self.tokenizer.encode(whole[: 4 * CHARS_PER_TOKEN])[:1]
+            bos = [i for i in start if i == self.tokenizer.bos_token_id]
             ids = bos + ids[len(bos) - self.max_tokens :]
-        return np.array(ids[: self.max_tokens], dtype=np.int64)
+        ids = ids[: self.max_tokens]
+        shown = self.tokenizer.decode(ids) if found else ""
+        counts = Counter({kind: min(number, shown.count(f"<{kind}>")) for kind, number in found.items()})
+        return np.array(ids, dtype=np.int64), counts
