@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = {"src/harness": "harness", "build": "harness.build", "runtime": "harness.runtime", "calib": "harness.calib"}
 OPENVINO_RUNTIME = ("openvino_executor", "paged_graph", "engine_process")
 PYDANTIC_BORDERS = ("harness.manifest", "harness.recipe", "harness.checkpoint_record")
+CALIB_EXTRA = ("torch", "transformers", "llmcompressor", "compressed_tensors", "detect_secrets", "phonenumbers")
+NEEDS_TORCH = "Needs torch."
 SCHEDULING = ("scheduler", "block_pool", "prefix_cache", "sampler", "engine_core")
 
 
@@ -67,7 +69,7 @@ def forbidden(module: str) -> set[str]:
     if in_runtime and not in_server and module.rpartition(".")[2] in SCHEDULING:
         banned |= {"harness.runtime.server", "harness.runtime.openvino_executor", "zmq"}
     if not in_calib:
-        banned |= {"torch", "transformers"}
+        banned |= set(CALIB_EXTRA)
     return banned
 
 
@@ -87,6 +89,21 @@ def test_all_folders_are_seen() -> None:
     assert {f"harness.runtime.{name}" for name in SCHEDULING} <= names
 
 
+def test_modules_of_calibration_say_whether_they_need_torch() -> None:
+    """Those that do not say so can be used without it: none imports torch, nor a module that says it needs it."""
+    paths = {name: path for name, path in modules().items() if within(name, "harness.calib")}
+    sources = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+    needing = {
+        name
+        for name, source in sources.items()
+        if NEEDS_TORCH in " ".join((ast.get_docstring(ast.parse(source)) or "").split())
+    }
+    assert "harness.calib.quantizer" in needing
+    for name, source in sources.items():
+        reached = {n for n in imported(source, name) if within(n, "torch", "transformers", "llmcompressor", *needing)}
+        assert bool(reached) == (name in needing), (name, reached)
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [
@@ -104,6 +121,7 @@ def test_all_folders_are_seen() -> None:
         ("harness.runtime.server.app", "import openvino.runtime"),
         ("harness.build.hub", "from transformers import AutoTokenizer"),
         ("harness.calib.decoder", "from harness.build.open_source import open_source"),
+        ("harness.build.request", "def f():\n    from compressed_tensors.quantization import QuantizationArgs"),
     ],
 )
 def test_a_wrong_import_is_seen(module: str, source: str) -> None:
