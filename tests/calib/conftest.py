@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +87,7 @@ def spec_of() -> Callable[[str], ModelSpec]:
 class RandomModel:
     """One set of weights, twice: as calibration reads it and as transformers runs it."""
 
+    folder: Path
     source: HfFolderSource
     decoder: StreamedDecoder
     reference: transformers.PreTrainedModel
@@ -102,6 +104,7 @@ def random_model(save_random_model: Callable[..., Any]) -> Callable[..., RandomM
                 edit(model)
             model.save_pretrained(folder)
         source = HfFolderSource(folder)
-        return RandomModel(source=source, decoder=StreamedDecoder(source, torch.device("cpu")), reference=model)
+        decoder = StreamedDecoder(source, torch.device("cpu"))
+        return RandomModel(folder=folder, source=source, decoder=decoder, reference=model)
 
     return make
