@@ -189,6 +189,8 @@ class BuildRequest:
                 if stage not in tasks:
                     tasks[stage] = progress.add_task(stage, total=total)
                 progress.update(tasks[stage], completed=done)
+                if not console.is_terminal and done * 10 // total > (done - 1) * 10 // total:
+                    console.print(f"{stage}: {done} of {total} layers")  # a log shows no bar
 
             calibration = Calibration(
                 source=source,
