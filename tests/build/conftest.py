@@ -1,14 +1,18 @@
-"""Fixtures that build small models and run them in deterministic mode."""
+"""Fixtures that build small models and run them in deterministic mode, and one that runs `harness-build`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cli_process import Done
 
+from harness.build.cli import main
 from harness.build.cpu_engine import build_cpu_engine
 from harness.build.hf_source import HfFolderSource
 from harness.manifest import read_manifest
@@ -46,3 +50,24 @@ def engine_logits(tmp_path: Path) -> Callable[..., Logits]:
         return np.concatenate(rows)
 
     return run
+
+
+@pytest.fixture
+def build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., Done]]:
+    """Runs `harness-build` with arguments, in `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+    on_term = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: str | Path) -> Done:
+        monkeypatch.setattr(sys, "argv", ["harness-build", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        seen = capsys.readouterr()
+        code = ended.value.code
+        assert code is None or isinstance(code, int)
+        return Done(code=code or 0, out=seen.out, err=seen.err)
+
+    yield run
+    signal.signal(signal.SIGTERM, on_term)

@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ import openvino
 import pytest
 import torch
 import transformers
+from cli_process import RUN, Done, process
 from safetensors.torch import load_file, save_file
 
-from harness.build.cli import main
 from harness.manifest import EngineManifest
 from harness.tokenizer import TokenizerFiles
 
@@ -35,25 +34,6 @@ Edit = Callable[[Path], object]
 WEIGHTS = "model.safetensors"
 UP = "model.layers.1.mlp.up_proj.weight"
 SCHEMA = Path(__file__).parents[2] / "docs" / "manifest.schema.json"
-RUN = "from harness.build.cli import main; main()"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Done:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-    def says(self, *words: str, code: int = 1) -> None:
-        """Checks a refusal: its code, its words, a hint, no traceback."""
-        assert self.code == code, self.err
-        assert self.out == ""
-        assert "Traceback" not in self.err
-        assert "\n  -> " in self.err
-        for word in words:
-            assert word in self.err, self.err
 
 
 @pytest.fixture(scope="module")
@@ -84,34 +64,6 @@ def model_files(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: Callab
 def model(model_files: Path, tmp_path: Path) -> Path:
     """A copy of the small model, in the folder that commands run in."""
     return Path(shutil.copytree(model_files, tmp_path / "tiny"))
-
-
-@pytest.fixture
-def build(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Callable[..., Done]]:
-    """Runs `harness-build` with arguments, in `tmp_path`."""
-    monkeypatch.chdir(tmp_path)
-    on_term = signal.getsignal(signal.SIGTERM)
-
-    def run(*arguments: str | Path) -> Done:
-        monkeypatch.setattr(sys, "argv", ["harness-build", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        seen = capsys.readouterr()
-        code = ended.value.code
-        assert code is None or isinstance(code, int)
-        return Done(code=code or 0, out=seen.out, err=seen.err)
-
-    yield run
-    signal.signal(signal.SIGTERM, on_term)
-
-
-def process(*arguments: str | Path, cwd: Path, code: str = RUN, **options: Any) -> Done:
-    """Runs `harness-build` as a process of its own."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, timeout=60, check=False, **options)
-    return Done(code=done.returncode, out=os.fsdecode(done.stdout), err=done.stderr.decode())
 
 
 def files_under(folder: Path) -> set[Path]:
