@@ -71,7 +71,7 @@ def measure_output_errors(
                     states.write(i, decoder.run(layer, states.read(i)))
             for key, members in by_input(modules).items():
                 hessian, unit = seen.hessians[key], unit_of[members[0]]
-                moments[key] = hessian.diagonal().cpu()
+                moments[key] = hessian.diagonal().cpu().clone()  # a view would keep the whole Hessian
                 weight = torch.cat([linear_of(layer, m).weight.detach() for m in members])
                 energy[unit] += float(((weight @ hessian) * weight).sum())
                 for candidate in candidates:

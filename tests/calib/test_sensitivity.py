@@ -191,6 +191,7 @@ def test_only_so_many_samples_and_tokens_count(
     model = random_model("llama")
     units = decision_units(model.source.spec, experts_together=True)
     moments = measure_output_errors(model.decoder, _SAMPLES, units, _CANDIDATES, tmp_path, _Progress()).second_moments
+    assert all(m.untyped_storage().nbytes() == m.nbytes for m in moments.values()), "a view keeps a Hessian alive"
 
     def divergence(samples: list[Any]) -> dict[str, float]:
         return measure_divergence(model.decoder, samples, units[:1], _LOWEST, moments, tmp_path, _Progress())
