@@ -31,10 +31,10 @@ OnProgress = Callable[[str, int, int], None]
 TokenIds = npt.NDArray[np.int64]
 
 _ERROR_SAMPLES = 16  # sequences for output errors
-_LOGIT_SAMPLES, _LOGIT_TOKENS = 8, 256  # sequences for the divergence, and tokens of each
+_LOGIT_SAMPLES, _LOGIT_TOKENS = 8, 192  # sequences for the divergence, and tokens of each
 _LOGIT_VALUES = 40_000_000  # logits compared per unit at most
 _WARM_UP = 16  # first positions of a sequence tell little
-SHORTLIST = 32
+SHORTLIST = 24
 
 
 @dataclass(frozen=True, kw_only=True)
