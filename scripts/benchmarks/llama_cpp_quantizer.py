@@ -49,7 +49,7 @@ def contenders() -> list[Contender]:
 
 
 def _quantize(model: QualityModel, file_type: str, imatrix: bool) -> Quantized:
-    moments = model.input_second_moments() if imatrix else {}
+    moments = model.input_second_moments if imatrix else {}
     with tempfile.TemporaryDirectory() as folder:
         plain, quantized = Path(folder, "plain.gguf"), Path(folder, "quantized.gguf")
         tensors = _tensor_names(model)

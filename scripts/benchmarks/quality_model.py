@@ -133,6 +133,7 @@ class QualityModel:
         with self._exchanged(weights):
             return {domain: self._score(domain, kept) for domain, kept in baseline.items()}
 
+    @cached_property
     def input_second_moments(self) -> dict[str, FloatArray]:
         """Mean square of each input `(in,)` of every decoder linear over the calibration set."""
         sums = {module: torch.zeros(shape[1]) for module, shape in self.linears.items()}

@@ -69,7 +69,7 @@ def test_fewer_bits_diverge_more_and_nothing_stays(model: Any, contenders: Modul
 
 
 def test_second_moments_are_those_of_the_inputs(model: Any) -> None:
-    moments = model.input_second_moments()
+    moments = model.input_second_moments
     assert moments.keys() == model.linears.keys()
     layer = "model.layers.0.self_attn"
     # one input, two linears
