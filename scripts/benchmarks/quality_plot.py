@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib import pyplot
 
 MARKERS = "osD^vPX"
+MOST_BITS = 6.2  # int8 would squeeze what is to be seen
 
 
 def save(models: list[dict[str, Any]], path: Path) -> None:
@@ -24,10 +25,11 @@ def save(models: list[dict[str, Any]], path: Path) -> None:
         families = defaultdict(list)
         for record in model["records"]:
             divergence = np.mean([np.mean(score["kl_divergence"]) for score in record["domains"].values()])
-            families[record["family"]].append((record["bits_per_weight"], divergence))
+            if record["bits_per_weight"] <= MOST_BITS:
+                families[record["family"]].append((record["bits_per_weight"], divergence))
         for (family, points), marker in zip(families.items(), MARKERS, strict=False):
             panel.plot(*zip(*sorted(points), strict=True), marker=marker, label=family)
-        panel.set(title=model["model"], xlabel="bits per decoder linear weight", yscale="log", xlim=(4, 6.2))
+        panel.set(title=model["model"], xlabel="bits per decoder linear weight", yscale="log")
         panel.grid(which="both", alpha=0.3)
     panels[0][0].set_ylabel("KL divergence, nats per token")
     panels[0][-1].legend()
