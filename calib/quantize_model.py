@@ -94,6 +94,9 @@ class ModelQuantizer:
     Args:
         precisions: precision of every decoder linear, fitted to its inputs.
         work: the working folder; what a former run left in it is used. The checkpoint grows in `work / "checkpoint"`.
+
+    Raises:
+        CalibrationError: no held-out sample has two tokens.
     """
 
     def __init__(
@@ -113,6 +116,11 @@ class ModelQuantizer:
         self._num_layers = source.spec.num_layers
         # with too little traffic for a part of its own, the loss is that of samples that were calibrated on
         self._measured = calibration_set.held_out or calibration_set.samples[:8]
+        if all(len(ids) < 2 for ids in self._measured):
+            raise CalibrationError(
+                "the held-out samples are of one token each: none tells how well the next is predicted",
+                "give --calib longer traffic",
+            )
         self._sequences = [*calibration_set.samples, *self._measured]
         self._num_samples = len(calibration_set.samples)
 
