@@ -130,7 +130,9 @@ class BuildRequest:
             return source, chosen or preset("int4", source.spec)
         check_weights(source)
         if chosen is not None:
-            chosen.resolve(source.spec)  # refused here rather than when the traffic is read
+            resolved = chosen.resolve(source.spec)  # refused here rather than when the traffic is read
+            if all(p.dtype == "f16" for module, p in resolved.items() if module.startswith("model.layers.")):
+                return source, chosen  # embeddings are rounded to nearest either way
         checkpoint = open_checkpoint(self._calibrate(source, chosen, engines_dir, console))
         return checkpoint, checkpoint.recipe
 
