@@ -63,7 +63,7 @@ Optimize = Literal["decode", "prefill"]
 
 RECIPE_NAME, SET_REPORT_NAME = "recipe.yaml", "calibration-set.json"
 _INT8_ACTIVATIONS = Precision(dtype="int8", int8_activations=True)
-_CANDIDATES_FOR_CPU = ("int4-g128", "int4-g64", "int4-g32", "int4-g32-zp", "int8")
+_CANDIDATES_FOR_CPU = ("int4-g128", "int4-g128-zp", "int4-g64-zp", "int4-g32-zp", "int8")
 _ROUNDS = 3  # recipes tried to meet a loss
 _CLOSE_ENOUGH = 0.02  # bits per weight: a smaller gain is not worth another round
 
