@@ -36,5 +36,5 @@ class Done:
 def process(*arguments: str | Path, cwd: Path, code: str = RUN, **options: Any) -> Done:
     """Runs `harness-build` as a process of its own."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, timeout=60, check=False, **options)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, timeout=600, check=False, **options)
     return Done(code=done.returncode, out=os.fsdecode(done.stdout), err=done.stderr.decode())
