@@ -9,6 +9,7 @@ Hugging Face folder. Layout: `pack_to_int32` of github.com/vllm-project/compress
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 from collections import defaultdict
@@ -28,7 +29,7 @@ from harness.manifest import verify_file
 from harness.recipe import Precision, Recipe, linear_shapes
 from harness.weight_source import FloatArray, row_range, safe_name
 
-_COPY_AGAIN = "copy the checkpoint again, whole, or make it again"
+_COPY_AGAIN = "copy the checkpoint again, whole, or remove its folder and build it again"
 _READ_FILES = {"config.json", "generation_config.json", *TOKENIZER_FILES}
 _FLOATS = ("BF16", "F16", "F32")
 
@@ -120,8 +121,10 @@ class QuantizedCheckpoint(HfFolderSource):
         return QuantizedRows(data=nibbles, scale=scale, zero_point=zero_point)
 
     def fingerprint(self) -> str:
-        """Hash of the record, which holds those of all files. That of the original weights is in `record.model`."""
-        return hashlib.sha256(self.record.model_dump_json().encode()).hexdigest()
+        """Hash of all that an engine is made from. That of the original weights is in `record.model`."""
+        read = {n: f.sha256 for n, f in self.record.files.items() if n in _READ_FILES or n.startswith("model")}
+        parts = [self.record.checkpoint_id, self.record.model.content_hash, sorted(read.items())]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def check_recipe(self, resolved: Mapping[str, Precision]) -> None:
         """Check that a resolved recipe asks for what is stored.

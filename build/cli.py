@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.arch import Arch, resolve_arch
-from harness.console import VersionOption, run_cli
+from harness.console import VersionOption, printable, run_cli
 
 if TYPE_CHECKING:
     from harness.build.cpu_engine import BuiltEngine
@@ -203,7 +203,8 @@ def _describe(spec: ModelSpec, name: str, recipe: Recipe, console: Console) -> N
     resolved = recipe.resolve(spec)
     counts = ", ".join(f"{count} x {precision}" for precision, count in summarize(resolved).items())
     console.print(
-        f"{name}: {spec.architecture}, {spec.num_layers} layers, recipe {recipe.name} ({counts})", soft_wrap=True
+        printable(f"{name}: {spec.architecture}, {spec.num_layers} layers, recipe {recipe.name} ({counts})"),
+        soft_wrap=True,
     )
     console.print(
         f"bits per weight: decoder linears {decoder_bits_per_weight(spec, resolved):.3f}, "
@@ -231,7 +232,9 @@ def inspect(
     counts: dict[str, int] = {}
     for layer_precision in manifest.recipe.layers.values():
         counts[layer_precision] = counts.get(layer_precision, 0) + 1
-    table = Table(show_header=False, box=None, title=_printable(f"engine {manifest.engine_id}"), title_justify="left")
+    table = Table(
+        show_header=False, box=None, title=Text(printable(f"engine {manifest.engine_id}")), title_justify="left"
+    )
     kv = manifest.kv
     rows = {
         "model": f"{manifest.model.name} ({manifest.model.architecture}, {manifest.model.num_parameters:,} weights)",
@@ -250,7 +253,7 @@ def inspect(
         "weights hash": manifest.model.content_hash,
     }
     for name, value in rows.items():
-        table.add_row(name, _printable(value))
+        table.add_row(name, Text(printable(value)))
     Console().print(table)
 
 
@@ -262,11 +265,6 @@ def _calibration(part: CalibrationPart) -> str:
         f"{part.method} on {chosen.label}: {chosen.num_samples} samples, {chosen.num_tokens:,} tokens, "
         f"{chosen.system_prompt_share:.0%} with a system prompt; checkpoint {part.checkpoint_id}"
     )
-
-
-def _printable(text: str) -> Text:
-    """Text that cannot speak to the terminal: an engine may come from anywhere."""
-    return Text("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))
 
 
 @app.command()

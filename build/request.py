@@ -23,6 +23,7 @@ from harness.build.checkpoint import open_checkpoint
 from harness.build.open_source import open_source
 from harness.build.tokenizer_check import check_tokenizer
 from harness.build.weight_check import check_weights
+from harness.console import printable
 from harness.errors import CalibrationError, UsageError
 from harness.recipe import INT8, PRESETS, Precision, Recipe, default_preset, load_recipe, preset
 from harness.tokenizer import Tokenizer
@@ -164,8 +165,9 @@ class BuildRequest:
         # it would write its warnings to stdout, which is the engine's path alone; it looks when it is imported
         os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
 
-        from harness.calib.calibrate import Calibration, Goal, Optimize, Target, calibrate, int8_reasoning, torch_device
+        from harness.calib.calibrate import Goal, calibrate, int8_reasoning, torch_device
         from harness.calib.calibration_set import make_calibration_set
+        from harness.calib.checkpoint_maker import Calibration, Optimize, Target
         from harness.calib.set_report import render_text
 
         tokenizer = Tokenizer(source.tokenizer, source.generation_config)
@@ -179,7 +181,7 @@ class BuildRequest:
             num_samples=self.num_samples or _DEFAULT_SAMPLES,
             max_tokens=self.max_tokens or _DEFAULT_TOKENS,
         )
-        console.print(render_text(chosen.report), soft_wrap=True)
+        console.print(printable(render_text(chosen.report)), soft_wrap=True)
         limit = self._loss_limit()
         if self.recipe is None:
             console.print(int8_reasoning(cast(Optimize, self.optimize)), soft_wrap=True)
@@ -189,7 +191,9 @@ class BuildRequest:
 
             def show(stage: str, done: int, total: int) -> None:
                 if stage not in tasks:
-                    tasks[stage] = progress.add_task(stage, total=total)
+                    tasks[stage] = progress.add_task(stage, total=total, completed=done)  # what a killed run did
+                elif done == 0:  # a further checkpoint
+                    progress.reset(tasks[stage])
                 progress.update(tasks[stage], completed=done)
                 if not console.is_terminal and done * 10 // total > (done - 1) * 10 // total:
                     console.print(f"{stage}: {done} of {total} layers")  # a log shows no bar
@@ -230,7 +234,9 @@ class BuildRequest:
 
 def _progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("layers,"))
-    return Progress(*columns, TimeElapsedColumn(), RemainingColumn(), console=console, transient=True)
+    # the estimate is over all layers done: a layer may take minutes
+    times = (TimeElapsedColumn(), TextColumn("left:"), RemainingColumn())
+    return Progress(*columns, *times, console=console, transient=True, speed_estimate_period=1e9)
 
 
 def _check_installed() -> None:

@@ -101,7 +101,7 @@ class Experts(nn.ModuleList):
         missing = self.widen_to - self.num_observed[number] - len(tokens)
         if missing <= 0 or self.router_logits is None:
             return tokens
-        scores = self.router_logits[:, number].clone()
+        scores = self.router_logits.log_softmax(dim=-1)[:, number].clone()
         scores[tokens] = -torch.inf
         others = scores.numel() - len(tokens)
         return torch.cat([tokens, scores.topk(min(missing, others)).indices])

@@ -83,6 +83,8 @@ def working_folder(folder: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CalibrationError(f"another run is at work in {folder}", "wait for it, or stop it") from None
+        except OSError:
+            pass  # a file system without locks
         yield folder
     finally:
         os.close(lock)
@@ -123,6 +125,8 @@ class ModelQuantizer:
             )
         self._sequences = [*calibration_set.samples, *self._measured]
         self._num_samples = len(calibration_set.samples)
+        capability = torch.cuda.get_device_name() if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+        self._computed_on = [device.type, capability, torch.get_num_threads()]
 
     def run(self, on_progress: OnProgress) -> QuantizedModel:
         """Quantize what is not done yet and complete the folder.
@@ -144,11 +148,13 @@ class ModelQuantizer:
         return QuantizedModel(folder=self._folder, loss=loss, unreached_experts=progress["unreached_experts"])
 
     def _progress(self) -> dict[str, Any]:
-        path = self._work / _PROGRESS_NAME
-        if not path.is_file():
-            return {"finished": 0, "unreached_experts": []}
-        progress: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return progress
+        nothing = {"finished": 0, "unreached_experts": [], "computed_on": self._computed_on}
+        try:
+            progress: dict[str, Any] = json.loads((self._work / _PROGRESS_NAME).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return nothing
+        # another machine rounds otherwise: what it left is not gone on from
+        return progress if progress.get("computed_on") == self._computed_on else nothing
 
     def _states(self, kind: str, boundary: int) -> Activations:
         sequences = self._measured if kind == "baseline" else self._sequences
@@ -178,9 +184,13 @@ class ModelQuantizer:
             for i in range(len(self._sequences)):
                 after.write(i, self._decoder.run(layer, before.read(i)))
         after.flush()
-        progress = {"finished": number + 1, "unreached_experts": progress["unreached_experts"] + unreached}
+        unreached = progress["unreached_experts"] + unreached
+        progress = {"finished": number + 1, "unreached_experts": unreached, "computed_on": self._computed_on}
         temporary = self._work / f".{_PROGRESS_NAME}"
-        temporary.write_text(json.dumps(progress), encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(progress, file)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(self._work / _PROGRESS_NAME)
         for kind in ("quantized", "baseline"):
             (self._work / f"{kind}-states-{number}").unlink()

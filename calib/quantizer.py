@@ -20,6 +20,8 @@ from harness.errors import CalibrationError
 from harness.recipe import Precision
 
 _DAMPING = 0.01  # of the mean of the Hessian's diagonal, the value of the GPTQ paper
+_MORE_DAMPING = (_DAMPING, 0.1, 1.0)  # where a Hessian is too near to singular, the next is tried
+_MOST_SHRINK, _SHRINK_STEPS, _ERROR_POWER = 0.4, 20, 2.4  # the search for a scale of four bits below the largest value
 _SMALLEST_SCALE = 2.0**-24
 
 
@@ -68,10 +70,16 @@ def quantize_matrix(name: str, weight: torch.Tensor, hessian: torch.Tensor, prec
     """
     args = weight_args(precision)
     scale, zero_point = _choose_scales(name, weight, hessian.diagonal(), args)
-    solved, _, _ = quantize_weight(
-        weight[None].clone(), _revived(hessian)[None], scale[None], zero_point[None], None, args, percdamp=_DAMPING
+    for damping in _MORE_DAMPING:
+        solved, _, fell_back = quantize_weight(
+            weight[None].clone(), _revived(hessian)[None], scale[None], zero_point[None], None, args, percdamp=damping
+        )
+        if not fell_back.any():
+            return _rounded(solved[0], scale, zero_point, precision)
+    raise CalibrationError(
+        f"the inputs of {name} have second moments that are not positive definite",
+        "the weights or the calibration set hold extreme values: check them, or leave the layer at f16 in a --recipe",
     )
-    return _rounded(solved[0], scale, zero_point, precision)
 
 
 def round_to_nearest(
@@ -90,7 +98,8 @@ def _choose_scales(
     if not torch.isfinite(weight).all():
         raise CalibrationError(f"{name} has a NaN or infinite value", "take the weights from their release again")
     observer = IMatrixMSEObserver("weight", args.model_copy())
-    observer.maxshrink, observer.grid, observer.norm = (0.4 if args.num_bits == 4 else 0.0), 20, 2.4
+    observer.maxshrink = _MOST_SHRINK if args.num_bits == 4 else 0.0
+    observer.grid, observer.norm = _SHRINK_STEPS, _ERROR_POWER
     if second_moments.any():
         observer._imatrix_sum, observer._imatrix_count = second_moments.float(), torch.tensor(1)
     chosen = observer(weight).get_qparams()

@@ -30,6 +30,9 @@ OnProgress = Callable[[str, int, int], None]
 """Called with the name of a stage, the steps done, and the steps there are."""
 TokenIds = npt.NDArray[np.int64]
 
+SENSITIVITY_VERSION = 1
+"""Part of the id under which measurements are kept. To be raised when they come out otherwise."""
+
 _ERROR_SAMPLES = 16  # sequences for output errors
 _LOGIT_SAMPLES, _LOGIT_TOKENS = 8, 192  # sequences for the divergence, and tokens of each
 _LOGIT_VALUES = 40_000_000  # logits compared per unit at most
@@ -57,7 +60,7 @@ def measure_output_errors(
     on_progress: OnProgress,
 ) -> OutputErrors:
     """Run samples through the unquantized model and compare every layer's outputs under every candidate."""
-    samples = samples[:_ERROR_SAMPLES]
+    samples = _spread(samples, _ERROR_SAMPLES)
     states = _embedded(decoder, samples, work / "error-states")
     unit_of = {module: unit.name for unit in units for module in unit.modules}
     errors = {unit.name: dict.fromkeys(map(str, candidates), 0.0) for unit in units}
@@ -100,7 +103,7 @@ def measure_divergence(
     on_progress: OnProgress,
 ) -> dict[str, float]:
     """Mean KL divergence of the logits, in nats a token, with one unit at a time at the lowest precision."""
-    samples = [ids[:_LOGIT_TOKENS] for ids in samples[:_LOGIT_SAMPLES]]
+    samples = [ids[:_LOGIT_TOKENS] for ids in _spread(samples, _LOGIT_SAMPLES)]
     base = _embedded(decoder, samples, work / "base-states")
     lengths = [len(ids) for ids in samples]
     altered: dict[str, Activations] = {}
@@ -146,6 +149,11 @@ def estimate_harm(
         at_lowest = divergence.get(unit.name, usual * relative[lowest])
         harm[unit.name] = [at_lowest * relative[str(c)] / max(relative[lowest], 1e-30) for c in candidates]
     return harm
+
+
+def _spread(samples: Sequence[TokenIds], number: int) -> list[TokenIds]:
+    """Some of the samples, far apart: neighbours in a set are alike."""
+    return [samples[i] for i in np.unique(np.linspace(0, len(samples) - 1, number).round().astype(int))]
 
 
 def _embedded(decoder: StreamedDecoder, samples: Sequence[TokenIds], path: Path) -> Activations:

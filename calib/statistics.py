@@ -20,8 +20,8 @@ class LayerStatistics:
     """Hessians and maxima of one loaded layer, collected by hooks for as long as the block runs.
 
     `hessians`: by input key, `(in, in)` float32, mean outer product of the inputs. `num_tokens`: inputs seen, by key.
-    `input_maxima`: by input key, largest magnitude of each input channel, `(in,)`. `output_maxima`: the same of what
-    the KV cache keeps, by module.
+    `input_maxima`: by input key, largest magnitude of each input channel, `(in,)`. `output_maxima`: the same of the
+    outputs of the key and value projections, before norms and rotation, by module.
 
     Args:
         layer: decoder layer with its weights.

@@ -16,7 +16,7 @@ _EXPERTS = ".mlp.experts."
 class Unit:
     """Modules that get one precision, by Hugging Face name, and how many weights they hold.
 
-    `pattern`: what a recipe's rules call them, one or several patterns.
+    `patterns`: what a recipe's rules call them. `shapes`: `(out, in)` of each module.
     """
 
     name: str

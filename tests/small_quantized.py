@@ -16,8 +16,9 @@ import torch
 import transformers
 
 from harness.build.hf_source import HfFolderSource
-from harness.calib.calibrate import Calibration, Goal, Target, calibrate
+from harness.calib.calibrate import Goal, calibrate
 from harness.calib.calibration_set import CalibrationSet, make_calibration_set
+from harness.calib.checkpoint_maker import Calibration, Target
 from harness.calib.decoder import StreamedDecoder
 from harness.recipe import Precision, Recipe
 from harness.tokenizer import Tokenizer

@@ -25,6 +25,11 @@ VersionOption = Annotated[
 ]
 
 
+def printable(text: str) -> str:
+    """Text that cannot speak to the terminal: what comes from files may hold escape sequences. Lines stay lines."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def run_cli(app: typer.Typer) -> None:
     """Run a typer app as a process: prints a `HarnessError` with its hint, or a failure of the system, and exits."""
     try:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -116,10 +117,31 @@ class Recipe:
         Raises:
             RecipeError: no rule matches.
         """
-        for pattern, precision in self.rules:
-            if fnmatchcase(module, pattern):
-                return precision
-        raise RecipeError(f"recipe {self.name!r} has no rule for {module}", 'end it with a rule that matches "*"')
+        return self.rules[self._first_match(module)][1]
+
+    @cached_property
+    def _rules_by_kind(self) -> tuple[dict[str, int], list[int]]:
+        """Number of the rule that names a module exactly, and those of rules with wildcards: recipes may be long."""
+        exact: dict[str, int] = {}
+        wild = []
+        for number, (pattern, _) in enumerate(self.rules):
+            if set(pattern) & set("*?["):
+                wild.append(number)
+            else:
+                exact.setdefault(pattern, number)
+        return exact, wild
+
+    def _first_match(self, module: str) -> int:
+        exact, wild = self._rules_by_kind
+        named = exact.get(module, len(self.rules))
+        for number in wild:
+            if number > named:
+                break
+            if fnmatchcase(module, self.rules[number][0]):
+                return number
+        if named == len(self.rules):
+            raise RecipeError(f"recipe {self.name!r} has no rule for {module}", 'end it with a rule that matches "*"')
+        return named
 
     def resolve(self, spec: ModelSpec) -> dict[str, Precision]:
         """Precision of every quantizable module of a model, in model order.
@@ -140,9 +162,8 @@ class Recipe:
 
     def unused_rules(self, spec: ModelSpec) -> list[str]:
         """Patterns that decide no module of a model: often a misspelt name."""
-        modules = list(linear_shapes(spec))
-        used = {next((p for p, _ in self.rules if fnmatchcase(module, p)), "") for module in modules}
-        return [pattern for pattern, _ in self.rules if pattern not in used]
+        used = {self._first_match(module) for module in linear_shapes(spec)}
+        return [pattern for number, (pattern, _) in enumerate(self.rules) if number not in used]
 
 
 def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:

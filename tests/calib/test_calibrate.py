@@ -13,8 +13,9 @@ import torch
 import transformers
 from small_quantized import LLAMA, V2, calibration_of, draw_set, recipe
 
-from harness.calib.calibrate import Goal, Optimize, calibrate, int8_reasoning, torch_device
+from harness.calib.calibrate import Goal, calibrate, int8_reasoning, torch_device
 from harness.calib.calibration_set import CalibrationSet
+from harness.calib.checkpoint_maker import Optimize
 from harness.checkpoint_record import read_record
 from harness.errors import CalibrationError, RecipeError
 from harness.recipe import Precision, Recipe, load_recipe

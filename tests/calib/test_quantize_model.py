@@ -31,7 +31,8 @@ from small_quantized import (
 from harness.build.checkpoint import open_checkpoint
 from harness.build.cpu_engine import build_cpu_engine
 from harness.calib import quantize_model
-from harness.calib.calibrate import Goal, Target, calibrate
+from harness.calib.calibrate import Goal, calibrate
+from harness.calib.checkpoint_maker import Target
 from harness.calib.measure import negative_log_likelihood, perplexity
 from harness.calib.quantize_model import working_folder
 from harness.checkpoint_record import STATISTICS_NAME, read_record
