@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from harness import recipe as recipe_module
 from harness.errors import RecipeError
-from harness.recipe import Precision, Recipe, dump_recipe, load_recipe, summarize
+from harness.recipe import F16, INT8, Precision, Recipe, dump_recipe, load_recipe, summarize
 from harness.spec import ModelSpec
 
 GUIDE = Path(__file__).parents[2] / "docs" / "build.md"
@@ -69,3 +70,21 @@ def test_parts_of_one_matrix_that_differ_are_shown_with_what_each_has() -> None:
     with pytest.raises(RecipeError, match=r"layers\.0\.self_attn\.q_proj \(int8\)") as error:
         Recipe(name="r", rules=rules).resolve(SMOLLM2)
     assert "model.layers.0.self_attn.k_proj (int4-g64)" in str(error.value)
+
+
+def test_rules_that_name_a_module_are_looked_up_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint's recipe has a rule for each module, of which a mixture of experts has tens of thousands."""
+
+    def tried(_module: str, pattern: str) -> bool:
+        raise AssertionError(f"{pattern} was tried as a pattern")
+
+    named = Recipe(name="named", rules=(("a", INT8), ("b", F16), ("a", F16)))
+    monkeypatch.setattr(recipe_module, "fnmatchcase", tried)
+    assert [named.precision_of(module) for module in "ab"] == [INT8, F16]
+    with pytest.raises(RecipeError, match="no rule for c"):
+        named.precision_of("c")
+
+
+def test_the_first_rule_wins_whether_it_names_or_matches() -> None:
+    mixed = Recipe(name="mixed", rules=(("x*", INT8), ("xa", F16), ("ya", F16), ("y*", INT8), ("*", F16)))
+    assert [mixed.precision_of(module) for module in ("xa", "xb", "ya", "yb", "z")] == [INT8, INT8, F16, INT8, F16]
