@@ -6,6 +6,7 @@ replaced by ones with a linear module each, which hooks can observe and a quanti
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -114,6 +115,13 @@ def linear_of(layer: nn.Module, module: str) -> nn.Linear:
     return linear
 
 
+def _give_back_memory() -> None:
+    """Return what is freed to the system: glibc would keep gigabytes in a heap that tensors of all sizes cut up."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 class StreamedDecoder:
     """A model whose layers are loaded one at a time from a source, in float32.
 
@@ -155,6 +163,7 @@ class StreamedDecoder:
             yield layer
         finally:
             layer.to("meta")
+            _give_back_memory()
 
     def _load(self, module: nn.Module, prefix: str) -> None:
         with torch.no_grad():
