@@ -17,6 +17,7 @@ import io
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -161,18 +162,19 @@ def _items(path: Path) -> Iterator[tuple[int, list[Turns] | str]]:
         raise CalibrationError(f"{path} cannot be read: {error}", "give --calib the file of a request log") from None
 
 
-def _open(path: Path) -> TextIO:
-    with path.open("rb") as probe:
-        compressed = probe.read(2) == b"\x1f\x8b"
-    binary: Any = gzip.open(path, "rb") if compressed else path.open("rb")  # noqa: SIM115 (the caller closes it)
-    buffered = io.BufferedReader(binary)
-    try:
-        start = buffered.peek(2)[:2]
-    except (EOFError, zlib.error):
-        start = b""
-    # shells of Windows write UTF-16; anything else that is not UTF-8 is kept with U+FFFD
-    encoding = "utf-16" if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
-    return io.TextIOWrapper(buffered, encoding=encoding, errors="replace", newline="\n")
+@contextmanager
+def _open(path: Path) -> Iterator[TextIO]:
+    with path.open("rb") as file:  # once: a pipe cannot be read again
+        compressed = file.peek(2)[:2] == b"\x1f\x8b"
+        binary: Any = gzip.GzipFile(fileobj=file) if compressed else file
+        buffered = io.BufferedReader(binary)
+        try:
+            start = buffered.peek(2)[:2]
+        except (EOFError, zlib.error):
+            start = b""
+        # shells of Windows write UTF-16; anything else that is not UTF-8 is kept with U+FFFD
+        encoding = "utf-16" if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+        yield io.TextIOWrapper(buffered, encoding=encoding, errors="replace", newline="\n")
 
 
 def _lines(file: TextIO) -> Iterator[tuple[int, str | None]]:

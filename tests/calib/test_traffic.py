@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +142,18 @@ def test_compressed_logs_are_read_and_a_cut_one_as_far_as_it_goes(tmp_path: Path
     read = read_traffic([path])
     assert 1000 < read.num_requests < 5000
     assert "the compressed file ends early" in read.bad_lines[-1]
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_pipe_is_read_whole(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    content = pack(log(tmp_path, *({"prompt": f"request {i}"} for i in range(5000))).read_bytes())
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(content,))
+    writer.start()
+    read = read_traffic([pipe])
+    writer.join()
+    assert (read.num_requests, read.num_bad_lines) == (5000, 0)
 
 
 def test_a_line_without_end_costs_no_more_than_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
