@@ -57,7 +57,7 @@ class CalibrationSet:
 
     @property
     def system_prompt_share(self) -> float:
-        """Share of the samples that have a system prompt, from 0 to 1."""
+        """Share of the samples that hold a system prompt or part of one, from 0 to 1."""
         return self.report.system_prompt_share
 
 
@@ -74,7 +74,7 @@ def make_calibration_set(
     """Draw a set from files of traffic, or from the bundled one, with the model's own tokenizer and chat template.
 
     Raises:
-        CalibrationError: a file cannot be read, nothing usable is in it, or no sample has a system prompt.
+        CalibrationError: a file cannot be read, nothing usable is in it, or no sample holds any of a system prompt.
     """
     if num_samples < 1 or max_tokens < SHORT_TOKENS:
         raise ValueError(f"{num_samples} samples of {max_tokens} tokens: allowed are >= 1 of >= {SHORT_TOKENS}")
@@ -84,11 +84,17 @@ def make_calibration_set(
     stand_in = not traffic and (given or allow_no_system_prompts)
     requests = tuple(map(_without_system, read.requests)) if stand_in else read.requests
     rendered = render_traffic(requests, tokenizer, system_prompts=given)
-    _check_rendered(rendered, allow_no_system_prompts=allow_no_system_prompts)
+    if not rendered.prompts:
+        raise CalibrationError(
+            f"the model's chat template accepts none of the {rendered.num_refused} requests",
+            "look at the roles in the --calib file; this model may have no system or tool turns",
+        )
     pool = _pool(rendered.prompts, tokenizer)
     chosen, reserved = _choose(pool, num_samples)
     cutter = WindowCutter(tokenizer=tokenizer, max_tokens=max_tokens)
     samples, held_out = (cutter.cut(part.prompts, part.lengths) for part in (chosen, reserved))
+    if not allow_no_system_prompts:
+        _check_system_prompts(samples)
     label = ", ".join(sorted({path.name for path in traffic})) or DEFAULT_LABEL
     options = {
         "max_tokens": max_tokens,
@@ -168,16 +174,11 @@ def _without_system(request: TrafficRequest) -> TrafficRequest:
     return replace(request, turns=tuple(turn for turn in request.turns if turn[0] != "system"))
 
 
-def _check_rendered(rendered: RenderedTraffic, *, allow_no_system_prompts: bool) -> None:
-    if not rendered.prompts:
-        raise CalibrationError(
-            f"the model's chat template accepts none of the {rendered.num_refused} requests",
-            "look at the roles in the --calib file; this model may have no system or tool turns",
-        )
-    if allow_no_system_prompts or any(prompt.system_prompt for prompt in rendered.prompts):
+def _check_system_prompts(samples: Sequence[Sample]) -> None:
+    if any(sample.has_system_prompt for sample in samples):
         return
     raise CalibrationError(
-        f"none of the {len(rendered.prompts)} requests has a system prompt. A service puts the same one in front of "
+        f"none of the {len(samples)} samples has a system prompt. A service puts the same one in front of "
         "every request; a model calibrated without those tokens is worst on what it reads most",
         "give --system-prompt FILE (repeatable) with the prompts of production, or --calib with traffic that has them; "
         "if production has none, say --no-system-prompts",
@@ -195,8 +196,9 @@ def _report(
     samples: Sequence[Sample],
     held_out: Sequence[Sample],
 ) -> SetReport:
-    chosen = [sample.prompt for sample in samples]
-    in_traffic, in_set = ([name_of_prompt(p.system_prompt) for p in ps] for ps in (pool.prompts, chosen))
+    in_traffic = [name_of_prompt(prompt.system_prompt) for prompt in pool.prompts]
+    # what the windows hold: a tail may have nothing of the prompt that its request came with
+    in_set = [name_of_prompt(s.prompt.system_prompt if s.has_system_prompt else "") for s in samples]
     return SetReport(
         label=label,
         num_samples=len(samples),
@@ -204,9 +206,9 @@ def _report(
         num_tokens=sum(len(sample.token_ids) for sample in samples),
         max_tokens=cutter.max_tokens,
         lengths=measure_lengths(pool.lengths, [prompt.count for prompt in pool.prompts]),
-        languages=measure_shares([p.language for p in pool.prompts], [p.language for p in chosen]),
+        languages=measure_shares([p.language for p in pool.prompts], [s.prompt.language for s in samples]),
         system_prompts=measure_shares(in_traffic, in_set),
-        system_prompt_share=sum(bool(prompt.system_prompt) for prompt in chosen) / len(chosen),
+        system_prompt_share=sum(sample.has_system_prompt for sample in samples) / len(samples),
         num_requests=read.num_requests,
         num_distinct=len(pool.prompts),
         num_duplicates=read.num_duplicates + cutter.num_duplicates,

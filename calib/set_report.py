@@ -10,17 +10,21 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from harness.calib.redact import redact
 from harness.calib.selection import prompt_hash
 
 LENGTH_BOUNDS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 ANSWER_TOKENS = 1024
 MODEL_LEN_STEP = 1024
 PROMPT_CHARS_SHOWN = 60
+# a secret that begins in what is shown ends within these, or is recognised by its beginning
+PROMPT_CHARS_REDACTED = 1024
 NAMES_LISTED = 32
 BAR_CHARS = 40
 
@@ -51,7 +55,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class SetReport:
-    """The figures of one set. `system_prompt_share` and `Share.of_set` are of the samples; counts are of requests."""
+    """The figures of one set: shares of the set are of its samples as they were cut, counts are of requests."""
 
     label: str
     num_samples: int
@@ -96,20 +100,29 @@ def measure_lengths(lengths: Sequence[int], counts: Sequence[int]) -> Lengths:
 
 def measure_shares(traffic: Sequence[str], chosen: Sequence[str]) -> tuple[Share, ...]:
     """Shares of each name, the most common in traffic first; names past the 32nd stand together as `(others)`."""
-    common = {name for name, _ in sorted(Counter(traffic).items(), key=lambda item: (-item[1], item[0]))[:NAMES_LISTED]}
-    of_traffic, of_set = (Counter(n if n in common else "(others)" for n in names) for names in (traffic, chosen))
+    ranked = sorted(Counter(traffic).items(), key=lambda item: (-item[1], item[0]))
+    rare = {name for name, _ in ranked[NAMES_LISTED:]}
+    of_traffic, of_set = (Counter("(others)" if n in rare else n for n in names) for names in (traffic, chosen))
     return tuple(
-        Share(name=name, of_traffic=number / len(traffic), of_set=of_set[name] / max(len(chosen), 1))
-        for name, number in sorted(of_traffic.items(), key=lambda item: (item[0] == "(others)", -item[1], item[0]))
+        Share(name=name, of_traffic=of_traffic[name] / len(traffic), of_set=of_set[name] / max(len(chosen), 1))
+        for name in sorted(
+            of_traffic.keys() | of_set.keys(), key=lambda name: (name == "(others)", -of_traffic[name], name)
+        )
     )
 
 
+@lru_cache(maxsize=4096)
 def name_of_prompt(system_prompt: str) -> str:
-    """The first 60 characters of a system prompt and its hash, which tells apart those that begin alike."""
+    """The first 60 characters of a system prompt, and its hash, which tells apart those that begin alike.
+
+    Secrets are out, and so is what a terminal would obey: control and formatting characters.
+    """
     if not system_prompt:
         return "(none)"
-    start = " ".join(system_prompt.split())[:PROMPT_CHARS_SHOWN]
-    return f"{start} [{prompt_hash(system_prompt)}]"
+    spaced = " ".join(system_prompt[:PROMPT_CHARS_REDACTED].split())
+    # before redaction, so that no character hides in a secret
+    start, _ = redact("".join(filter(str.isprintable, spaced)))
+    return f"{start[:PROMPT_CHARS_SHOWN]} [{prompt_hash(system_prompt)}]"
 
 
 def as_json(report: SetReport) -> dict[str, Any]:
@@ -128,7 +141,7 @@ def _head(r: SetReport) -> list[str]:
         f"## Calibration set: {r.label}",
         "",
         f"{r.num_samples} samples of at most {r.max_tokens} tokens ({r.num_tokens} in all), {r.num_held_out} held out; "
-        f"{r.system_prompt_share:.0%} of the samples have a system prompt.",
+        f"{r.system_prompt_share:.0%} of the samples hold a system prompt or part of one.",
         f"Drawn from {r.num_distinct} distinct requests of {r.num_requests} read: {r.num_duplicates} duplicates and "
         f"{r.num_near_duplicates} near-duplicates dropped.",
     ]

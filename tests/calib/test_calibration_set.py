@@ -191,7 +191,8 @@ def test_where_system_turns_are_dropped_or_refused_the_user_turn_gets_them(
     assert sum(text.startswith(f"[user]{PROMPT}\n\n") for text in found) == 6
     assert sum(text.startswith("[user]Its own.\n\n") for text in found) == 6
     assert made.system_prompt_share == 1.0
-    assert make_calibration_set(tokenizer, max_tokens=64).system_prompt_share == 1.0
+    bundled = make_calibration_set(tokenizer, max_tokens=64)
+    assert all(share.of_traffic == 0 for share in bundled.report.system_prompts if share.name == "(none)")
 
 
 def test_instructions_in_the_user_turn_count(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -269,26 +270,50 @@ def test_duplicates_and_near_duplicates_are_dropped(tokenizer: Tokenizer, tmp_pa
 
 
 def test_short_questions_under_a_long_shared_prompt_are_no_duplicates(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    system = "Rules: " + prose(random.Random(6), 400)
+    system = "Rules: " + prose(random.Random(6), 300)
     made = make_calibration_set(tokenizer, traffic=[write(tmp_path / "a", chats(40, system=system))], max_tokens=128)
     assert_sound(made, 128)
     assert made.report.num_distinct == len(made.samples) + len(made.held_out) == 40
-    found = texts(tokenizer, (*made.samples, *made.held_out))
-    # the head of the prompt is there once, all other windows show what the users said
-    assert sum(text.startswith("[system]Rules: ") for text in found) == 1
-    assert sum("[user]" in text for text in found) == 39
+    found = texts(tokenizer, made.samples)
+    # windows of 127 bytes show all of the prompt, the others what the users said and some of the prompt's end
+    shared = f"[system]{system}"
+    fronts = [shared.index(text) for text in found if text in shared]
+    assert {at for start in fronts for at in range(start, start + 127)} == set(range(len(shared)))
+    assert len(fronts) == len(made.samples) / 2
+    assert sum("[user]" in text for text in found) == len(made.samples) / 2
     assert all(ids[0] == tokenizer.bos_token_id for ids in (*made.samples, *made.held_out))
     assert made.report.num_truncated == 40
     assert made.report.lengths.p50 > 128
 
 
-def test_every_fourth_long_prompt_keeps_its_head(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_short_system_prompt_is_in_front_of_every_long_request(tokenizer: Tokenizer, tmp_path: Path) -> None:
     rng = random.Random(7)
     lines = [chat("START " + prose(rng, 200) + " END") for _ in range(40)]
     made = make_calibration_set(tokenizer, traffic=[write(tmp_path / "a", lines)], max_tokens=200)
-    found = texts(tokenizer, (*made.samples, *made.held_out))
-    assert sum("START" in text for text in found) == 10
-    assert sum(text.endswith("END") for text in found) == 30
+    for text in texts(tokenizer, (*made.samples, *made.held_out)):
+        assert text.startswith(f"[system]{PROMPT}[user]START ")
+        assert text.endswith(" END")
+    assert made.system_prompt_share == 1.0
+
+
+def test_the_share_with_a_system_prompt_is_that_of_the_windows(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rng = random.Random(8)
+    system = prose(rng, 100)
+    path = write(tmp_path / "a", [chat(prose(rng, 100).upper(), system) for _ in range(200)])
+    made = make_calibration_set(tokenizer, traffic=[path], max_tokens=128)
+    hold = [text for text in texts(tokenizer, made.samples) if "[user]" in text or not text.isupper()]
+    assert made.system_prompt_share == len(hold) / 128 == 0.25
+    shares = {share.name[:20]: (share.of_traffic, share.of_set) for share in made.report.system_prompts}
+    assert shares == {system[:20]: (1.0, 0.25), "(none)": (0.0, 0.75)}
+
+
+def test_a_system_prompt_that_no_window_holds_stops(make_tokenizer: Make, tmp_path: Path) -> None:
+    # what this template writes first fills the window
+    tokenizer = Tokenizer(make_tokenizer(chat_template="rules " * 50 + PLAIN), {})
+    path = write(tmp_path / "a", [chat(line["messages"][1]["content"] * 5) for line in chats(1)])
+    with pytest.raises(CalibrationError, match="has a system prompt"):
+        make_calibration_set(tokenizer, traffic=[path], max_tokens=64)
+    assert make_calibration_set(tokenizer, traffic=[path], max_tokens=1024).system_prompt_share == 1.0
 
 
 def test_secrets_never_become_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -301,8 +326,8 @@ def test_secrets_never_become_tokens(tokenizer: Tokenizer, tmp_path: Path) -> No
     for secret in ("corp.example", "1381234", "hunter", "10.9.8.7"):
         assert secret not in together
     # what is counted is what the samples hold
-    assert made.report.redactions == {k: together.count(f"<{k}>") for k in ("EMAIL", "PASSWORD", "PHONE")}
-    assert made.report.redactions == {"EMAIL": 20, "PASSWORD": 20, "PHONE": 20}
+    assert made.report.redactions == {k: together.count(f"<{k}>") for k in ("EMAIL", "IP", "PASSWORD", "PHONE")}
+    assert made.report.redactions == {"EMAIL": 20, "IP": 1, "PASSWORD": 20, "PHONE": 20}
 
 
 def test_requests_that_differ_in_a_secret_alone_are_one(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -338,7 +363,7 @@ def test_the_bundled_set_needs_no_traffic(tokenizer: Tokenizer, tmp_path: Path) 
     file.write_text(PROMPT)
     # production's own prompt takes the place of the bundled ones
     given = make_calibration_set(tokenizer, system_prompts=[file], max_tokens=64)
-    assert [share.name[:46] for share in given.report.system_prompts] == [PROMPT]
+    assert [share.name[:46] for share in given.report.system_prompts if share.of_traffic] == [PROMPT]
     none = make_calibration_set(tokenizer, allow_no_system_prompts=True, max_tokens=64)
     assert none.system_prompt_share == 0.0
 

@@ -94,6 +94,28 @@ def test_prompts_that_begin_alike_have_different_names() -> None:
     assert "\n" not in name_of_prompt("two\n\nlines")
 
 
+@pytest.mark.parametrize("secret", ["bob@corp.example.com", "b\x00ob@corp\u200b.example.com", "sk-" + "a1B2" * 100])
+def test_names_of_prompts_hold_no_secret(secret: str) -> None:
+    name = name_of_prompt(f"You help {secret} with mail.")
+    assert "corp" not in name
+    assert "a1B2" not in name
+    assert name.startswith(("You help <EMAIL> with mail. [", "You help <API_KEY> with mail. ["))
+    late = name_of_prompt("You are the agent of a shop for tea and answer " + secret)
+    assert "@" not in late
+    assert "a1B2" not in late
+
+
+def test_names_of_prompts_command_no_terminal() -> None:
+    name = name_of_prompt("A\x1b]0;owned\x07B\x9b2J\u202eC\x7f\tD")
+    assert name.startswith("A]0;ownedB2JC D [")
+    assert name.isprintable()
+
+
+def test_a_name_that_only_the_set_has_is_listed() -> None:
+    shares = measure_shares(["a"] * 4, ["a", "(none)"])
+    assert shares == (Share(name="a", of_traffic=1.0, of_set=0.5), Share(name="(none)", of_traffic=0.0, of_set=0.5))
+
+
 def test_json_holds_every_field_and_goes_through_json() -> None:
     described = json.loads(json.dumps(as_json(REPORT)))
     assert set(described) == {field.name for field in dataclasses.fields(SetReport)}
@@ -107,7 +129,7 @@ def test_text_says_all_that_a_reader_must_know() -> None:
     for said in (
         "## Calibration set: traffic.jsonl",
         "100 samples of at most 512 tokens (40000 in all), 10 held out",
-        "75% of the samples have a system prompt",
+        "75% of the samples hold a system prompt or part of one",
         "20 duplicates and 5 near-duplicates",
         "7 requests came without a system prompt",
         "P50 90, P90 5000, P99 5000, longest 5000",
