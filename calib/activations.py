@@ -20,7 +20,10 @@ class Activations:
         self._starts = np.concatenate([[0], np.cumsum(lengths)]).tolist()
         shape = (int(self._starts[-1]), hidden_size)
         with path.open("ab") as file:  # room is taken now: on a full disk, writing to the map would kill the process
-            os.posix_fallocate(file.fileno(), 0, 4 * shape[0] * shape[1])
+            try:
+                os.posix_fallocate(file.fileno(), 0, 4 * shape[0] * shape[1])
+            except OSError as error:  # of a number, it does not say which file
+                raise OSError(error.errno, error.strerror, str(path)) from None
         self.path = path
         self._map: np.memmap[tuple[int, ...], np.dtype[np.float32]] = np.memmap(path, np.float32, "r+", shape=shape)
 

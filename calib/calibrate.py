@@ -30,6 +30,7 @@ from harness.calib.recipe_search import (
     as_recipe,
     bits_per_weight,
     cautious,
+    check_budget,
     search_assignment,
     smallest_assignment,
     total_harm,
@@ -82,6 +83,8 @@ def calibrate(calibration: Calibration, goal: Goal) -> Path:
     candidates = _candidates(calibration.target, spec)
     for candidate in candidates:
         tell_fitted(calibration, Recipe(name="candidate", rules=(("model.layers.*", candidate), ("*", INT8))))
+    if goal.bits is not None:
+        check_budget(units, candidates, goal.bits)  # before hours of measuring
     harm = _sensitivity(calibration, units, candidates)
     feared = cautious(units, harm, spec.num_layers)
     maker = CheckpointMaker(calibration)
@@ -194,10 +197,10 @@ def _sensitivity(
     ]
     identity = hashlib.sha256(json.dumps([*parts, library_versions()]).encode()).hexdigest()[:12]
     path = calibration.engines_dir / source.name / f"sensitivity-{identity}.json"
-    if path.is_file():
-        found: dict[str, dict[str, dict[str, float]]] = json.loads(path.read_text(encoding="utf-8"))
+    found = _read_harm(path, units, candidates)
+    if found is not None:
         calibration.say(f"sensitivity found in {path}")
-        return {name: list(by.values()) for name, by in found["harm"].items()}
+        return found
     decoder = StreamedDecoder(source, calibration.device)
     # of a fixed name, so that what a killed run left is used up by the next
     with working_folder(path.with_name(f".sensitivity-{identity}")) as folder:
@@ -219,3 +222,12 @@ def _sensitivity(
     temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)
     return harm
+
+
+def _read_harm(path: Path, units: Sequence[Unit], candidates: Sequence[Precision]) -> dict[str, list[float]] | None:
+    """Harm that was measured before; None where nothing whole is there, so that it is measured again."""
+    try:
+        harm = json.loads(path.read_text(encoding="utf-8"))["harm"]
+        return {unit.name: [float(harm[unit.name][str(c)]) for c in candidates] for unit in units}
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from harness.calib.quantizer import QuantizedMatrix, weight_args
+from harness.errors import CalibrationError
 from harness.recipe import Precision
 from harness.tokenizer import TokenizerFiles
 from harness.weight_source import WeightSource
@@ -29,9 +31,18 @@ _LARGEST_HALF = 65504.0
 
 
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a safetensors file, whole or not at all."""
+    """Write a safetensors file, whole or not at all.
+
+    Raises:
+        CalibrationError: the disk is full, or cannot be written to.
+    """
     temporary = path.with_name(f".{path.name}")
-    save_file({name: values.cpu().contiguous() for name, values in tensors.items()}, temporary, {"format": "pt"})
+    try:
+        save_file({name: values.cpu().contiguous() for name, values in tensors.items()}, temporary, {"format": "pt"})
+    except SafetensorError as error:  # it is no OSError
+        raise CalibrationError(
+            f"{path} cannot be written: {error}", "free some disk and run the same command: it goes on from there"
+        ) from None
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
     temporary.replace(path)

@@ -39,6 +39,21 @@ def cautious(units: Sequence[Unit], harm: Mapping[str, Sequence[float]], num_lay
     }
 
 
+def check_budget(units: Sequence[Unit], candidates: Sequence[Precision], bits: float) -> None:
+    """Check that a budget can be met at all, which needs no measurement.
+
+    Raises:
+        RecipeError: not even the lowest candidates meet it; says the least that can be.
+    """
+    least = bits_per_weight(units, {unit.name: min(candidates, key=unit.bits) for unit in units})
+    if bits < least - 1e-6:
+        needed = math.ceil(least * 1000) / 1000  # rounded up: it is to be given back
+        raise RecipeError(
+            f"{bits:g} bits per weight cannot be met: this model needs at least {needed:g}",
+            "give --bits that much or more, or a --recipe with per-channel int4 and --for cpu",
+        )
+
+
 def search_assignment(
     units: Sequence[Unit], candidates: Sequence[Precision], harm: Mapping[str, Sequence[float]], bits: float
 ) -> Assignment:
@@ -50,16 +65,10 @@ def search_assignment(
     Raises:
         RecipeError: not even the lowest candidates meet the budget.
     """
+    check_budget(units, candidates, bits)
     cost = np.array([[unit.bits(candidate) for candidate in candidates] for unit in units])
     least = cost.min(axis=1)
-    num_weights = sum(unit.num_weights for unit in units)
-    spare = bits * num_weights - least.sum()
-    if spare < -1e-6 * num_weights:
-        needed = math.ceil(least.sum() / num_weights * 1000) / 1000  # rounded up: it is to be given back
-        raise RecipeError(
-            f"{bits:g} bits per weight cannot be met: this model needs at least {needed:g}",
-            "give --bits that much or more, or a --recipe with per-channel int4 and --for cpu",
-        )
+    spare = bits * sum(unit.num_weights for unit in units) - least.sum()
     # one step of the budget is one column; what a choice costs above the least is rounded up, so the budget holds
     width = max(spare, 1.0) / _STEPS
     steps = np.ceil((cost - least[:, None]) / width - 1e-9).astype(np.int64)

@@ -118,7 +118,21 @@ def test_for_cpu_a_budget_buys_smaller_groups_and_zero_points(llama: Path) -> No
 
 def test_a_budget_below_the_least_is_refused(llama: Path) -> None:
     with pytest.raises(RecipeError, match=r"4.05 bits per weight cannot be met: this model needs at least 4\.1"):
-        calibrate(calibration_of(llama, draw_set(llama)), Goal(bits=4.05))
+        calibrate(calibration_of(llama, draw_set(llama), on_progress=no_work), Goal(bits=4.05))
+
+
+def test_a_broken_sensitivity_is_measured_again(llama: Path) -> None:
+    chosen, stages = draw_set(llama), []
+    calibration = calibration_of(llama, chosen, on_progress=lambda stage, done, total: stages.append(stage))
+    made = calibrate(calibration, Goal(bits=5.0))
+    (path,) = made.parent.glob("sensitivity-*.json")
+    measured = path.read_text()
+    for content in ("", "[]", '{"harm": {"model.layers.0.mlp.gate_up": {}}}'):
+        path.write_text(content)
+        stages.clear()
+        assert calibrate(calibration, Goal(bits=5.0)) == made
+        assert "output errors" in stages
+        assert path.read_text() == measured
 
 
 def test_the_smallest_within_a_loss(llama: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from small_quantized import LLAMA, TOKENS, V2, quantize, recipe, streamed_logits
 
 from harness.build.checkpoint import open_checkpoint
 from harness.build.hf_source import HfFolderSource
-from harness.calib.checkpoint import in_16_bits, quantization_config
+from harness.calib.checkpoint import in_16_bits, quantization_config, write_shard
+from harness.errors import CalibrationError
 
 SaveModel = Callable[[transformers.PretrainedConfig], tuple[Path, transformers.PreTrainedModel]]
 
@@ -126,3 +128,15 @@ def test_16_bits_are_exact_where_they_can_be(values: list[Any], dtype: torch.dty
     assert stored.dtype == dtype
     assert torch.isfinite(stored).all()
     torch.testing.assert_close(stored.float(), given, rtol=2**-8, atol=0)
+
+
+def test_a_shard_that_does_not_fit_the_disk_is_an_error_with_a_hint(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(CalibrationError, match=r"a\.safetensors cannot be written") as refusal:
+            write_shard(tmp_path / "a.safetensors", {"weight": torch.zeros(1000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "goes on" in refusal.value.hint
+    assert not (tmp_path / "a.safetensors").exists()
