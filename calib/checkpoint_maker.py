@@ -177,11 +177,18 @@ class CheckpointMaker:
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
+    """A checkpoint's folder and what it lost on the held-out samples."""
+
     folder: Path
     loss: LossPart
 
 
 def check_portable(resolved: Mapping[str, Precision]) -> None:
+    """Check that transformers, vLLM, SGLang and every arch read what a recipe asks for.
+
+    Raises:
+        RecipeError: a precision that some of them do not read; names the module.
+    """
     experts = {str(p): name for name, p in resolved.items() if ".mlp.experts." in name}
     if len(experts) > 1:
         raise RecipeError(

@@ -15,7 +15,7 @@ from small_quantized import LLAMA, V2, calibration_of, draw_set, recipe
 
 from harness.calib.calibrate import Goal, calibrate, int8_reasoning, torch_device
 from harness.calib.calibration_set import CalibrationSet
-from harness.calib.checkpoint_maker import Optimize
+from harness.calib.checkpoint_maker import CheckpointMaker, Made, Optimize
 from harness.checkpoint_record import read_record
 from harness.errors import CalibrationError, RecipeError
 from harness.recipe import Precision, Recipe, load_recipe
@@ -144,6 +144,22 @@ def test_the_smallest_within_a_loss(llama: Path) -> None:
     assert loose.recipe.decoder_bits_per_weight < 4.3
     assert loose.recipe.decoder_bits_per_weight < tight.recipe.decoder_bits_per_weight
     assert any("round 1 of" in line for line in lines)
+
+
+def test_a_loss_that_nothing_keeps_is_refused_after_the_highest(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = CheckpointMaker.make
+    bits = []
+
+    def worse(maker: CheckpointMaker, chosen: Recipe) -> Made:
+        done = made(maker, chosen)
+        bits.append(read_record(done.folder).recipe.decoder_bits_per_weight)
+        return replace(done, loss=done.loss.model_copy(update={"perplexity_after": 2 * done.loss.perplexity_before}))
+
+    monkeypatch.setattr(CheckpointMaker, "make", worse)
+    with pytest.raises(RecipeError, match=r"not even the highest .* within 1\.00%"):
+        calibrate(calibration_of(llama, draw_set(llama)), Goal(max_loss=0.01))
+    assert bits == sorted(set(bits))
+    assert bits[-1] > 8
 
 
 @pytest.mark.parametrize(

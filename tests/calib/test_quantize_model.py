@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from small_quantized import (
 
 from harness.build.checkpoint import open_checkpoint
 from harness.build.cpu_engine import build_cpu_engine
-from harness.calib import quantize_model
+from harness.calib import checkpoint_maker, quantize_model
 from harness.calib.calibrate import Goal, calibrate
 from harness.calib.checkpoint_maker import Target
 from harness.calib.measure import negative_log_likelihood, perplexity
@@ -159,6 +160,40 @@ def only_new_objects() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+def test_what_another_machine_left_is_not_gone_on_from(llama: Path) -> None:
+    chosen, goal = draw_set(llama), Goal(recipe=recipe(("*", "int8")))
+    with pytest.raises(Stopped):
+        calibrate(calibration_of(llama, chosen, on_progress=stop_before(2)), goal)
+    (progress,) = (llama.parent / "engines" / "model").glob("*/progress.json")
+    for left in (json.dumps(json.loads(progress.read_text()) | {"computed_on": ["cpu", "AVX9", 64]}), "{"):
+        progress.write_text(left)
+        steps: list[int] = []
+
+        def on_progress(stage: str, done: int, total: int, steps: list[int] = steps) -> None:
+            steps.append(done)
+            stop_before(1)(stage, done, total)
+
+        with pytest.raises(Stopped):
+            calibrate(calibration_of(llama, chosen, on_progress=on_progress), goal)
+        assert steps == [0, 1]
+
+
+def test_a_checkpoint_that_another_run_finished_first_is_taken(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, goal = draw_set(llama), Goal(recipe=recipe(("*", "int8")))
+    folder = calibrate(calibration_of(llama, chosen), goal)
+    whole = contents(folder)
+    aside = folder.rename(llama.parent / "aside")
+
+    def finish_first(work: Path) -> AbstractContextManager[Path]:
+        aside.rename(folder)
+        return working_folder(work)
+
+    monkeypatch.setattr(checkpoint_maker, "working_folder", finish_first)
+    assert calibrate(calibration_of(llama, chosen, on_progress=stop_before(0)), goal) == folder
+    assert contents(folder) == whole
+    assert list(folder.parent.iterdir()) == [folder]
 
 
 def live_bytes() -> int:
