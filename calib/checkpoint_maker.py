@@ -88,15 +88,17 @@ class CheckpointMaker:
         layers = {name: str(precision) for name, precision in resolved.items()}
         identity = checkpoint_id(self._content_hash, c.calibration_set.fingerprint, layers, c.target)
         folder = c.engines_dir / c.source.name / f"quantized-{identity}"
+        working = folder.with_name(f".quantizing-{identity}")
         if (folder / RECORD_NAME).is_file():
             c.say(f"quantized checkpoint found in {folder}")
+            shutil.rmtree(working, ignore_errors=True)  # a run was killed after its last step but one
             return self._told(folder, read_record(folder))
         tell_fitted(c, recipe)
         linears = {name: p for name, p in resolved.items() if name.startswith("model.layers.")}
-        with working_folder(folder.with_name(f".quantizing-{identity}")) as work:
+        with working_folder(working) as work:
             complete = work / CHECKPOINT_FOLDER
             if (folder / RECORD_NAME).is_file():  # another run was faster
-                shutil.rmtree(work)
+                shutil.rmtree(work, ignore_errors=True)
                 return self._told(folder, read_record(folder))
             if not (complete / RECORD_NAME).is_file():  # where a killed run had it ready, it need only be moved
                 done = ModelQuantizer(c.source, c.calibration_set, linears, work, c.device).run(c.on_progress)
@@ -105,7 +107,7 @@ class CheckpointMaker:
             if folder.exists():  # without a record it is no checkpoint
                 shutil.rmtree(folder)
             complete.rename(folder)
-            shutil.rmtree(work)
+            shutil.rmtree(work, ignore_errors=True)
         c.say(f"quantized checkpoint written to {folder}")
         return self._told(folder, record)
 

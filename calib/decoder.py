@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from harness.errors import CalibrationError
 from harness.spec import ModelSpec
 from harness.weight_source import WeightSource
 
@@ -172,9 +173,18 @@ class StreamedDecoder:
 
     @torch.no_grad()
     def embed(self, token_ids: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Embeddings `(1, tokens, hidden)`."""
+        """Embeddings `(1, tokens, hidden)`.
+
+        Raises:
+            CalibrationError: one is not finite.
+        """
         rows = [self.source.read("model.embed_tokens.weight", slice(int(t), int(t) + 1)) for t in token_ids]
-        return torch.from_numpy(np.concatenate(rows))[None].to(self.device)
+        hidden = torch.from_numpy(np.concatenate(rows))[None]
+        if not torch.isfinite(hidden).all():
+            raise CalibrationError(
+                "model.embed_tokens has a NaN or infinite value", "take the weights from their release again"
+            )
+        return hidden.to(self.device)
 
     @torch.no_grad()
     def run(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -182,7 +182,9 @@ class ModelQuantizer:
                 tensors |= _quantize(layer, modules, precisions[modules[0]], seen.hessians[key])
             self._write_layer(number, layer, prefix, tensors, seen)
             for i in range(len(self._sequences)):
-                after.write(i, self._decoder.run(layer, before.read(i)))
+                # what statistics come from may be rounded, what the loss comes from may not
+                with bfloat16_products() if i < self._num_samples else nullcontext():
+                    after.write(i, self._decoder.run(layer, before.read(i)))
         after.flush()
         unreached = progress["unreached_experts"] + unreached
         progress = {"finished": number + 1, "unreached_experts": unreached, "computed_on": self._computed_on}
