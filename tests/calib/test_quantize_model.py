@@ -235,7 +235,9 @@ def test_experts_that_no_token_reached_are_named_and_calibrated_all_the_same(sav
     folder, model = save_random_model(V3)
     with torch.no_grad():
         for number, expert in ((1, 0), (2, 3)):
-            model.model.layers[number].mlp.gate.e_score_correction_bias[expert] = -100.0
+            bias = model.model.layers[number].mlp.gate.e_score_correction_bias
+            bias.zero_()
+            bias[expert] = -100.0
     model.save_pretrained(folder)
     lines: list[str] = []
     chosen = draw_set(folder)
