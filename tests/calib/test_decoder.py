@@ -162,7 +162,8 @@ def test_widened_experts_are_shown_more_and_give_the_same() -> None:
     assert experts.router_logits is not None
     for number, (shown,) in enumerate(seen):
         own = (chosen == number).any(dim=1)
-        nearest = experts.router_logits[:, number].masked_fill(own, -torch.inf).argsort(descending=True)
+        likely = experts.router_logits.log_softmax(dim=-1)[:, number]
+        nearest = likely.masked_fill(own, -torch.inf).argsort(descending=True)
         order = torch.cat([own.nonzero()[:, 0], nearest[: len(shown) - int(own.sum())]])
         assert torch.equal(shown, x[order])
 
