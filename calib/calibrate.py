@@ -85,9 +85,9 @@ def calibrate(calibration: Calibration, goal: Goal) -> Path:
         tell_fitted(calibration, Recipe(name="candidate", rules=(("model.layers.*", candidate), ("*", INT8))))
     if goal.bits is not None:
         check_budget(units, candidates, goal.bits)  # before hours of measuring
-    harm = _sensitivity(calibration, units, candidates)
-    feared = cautious(units, harm, spec.num_layers)
     maker = CheckpointMaker(calibration)
+    harm = _sensitivity(maker, units, candidates)
+    feared = cautious(units, harm, spec.num_layers)
     if goal.bits is not None:
         assignment = search_assignment(units, candidates, feared, goal.bits)
         calibration.say(f"expected KL divergence {total_harm(candidates, harm, assignment):.4f} nats a token")
@@ -184,13 +184,14 @@ def _meet_loss(
 
 
 def _sensitivity(
-    calibration: Calibration, units: Sequence[Unit], candidates: Sequence[Precision]
+    maker: CheckpointMaker, units: Sequence[Unit], candidates: Sequence[Precision]
 ) -> dict[str, list[float]]:
     """Harm by unit and candidate, measured or found measured."""
+    calibration = maker.calibration
     source, chosen = calibration.source, calibration.calibration_set
     parts = [
         SENSITIVITY_VERSION,
-        source.fingerprint(),
+        maker.content_hash,
         chosen.fingerprint,
         [u.name for u in units],
         list(map(str, candidates)),

@@ -80,8 +80,8 @@ def finish_folder(folder: Path, source: WeightSource, linears: Mapping[str, Prec
     `linears`: precision of each decoder linear.
     """
     config = {k: v for k, v in source.config.items() if k not in ("quantization_config", "auto_map")}
-    if "dtype" not in config:
-        config.setdefault("torch_dtype", "bfloat16")
+    if not config.keys() & {"dtype", "torch_dtype"}:
+        config["torch_dtype"] = "bfloat16"
     _write_json(folder / "config.json", config | {"quantization_config": quantization_config(source, linears)})
     _write_json(folder / "generation_config.json", source.generation_config)
     _write_tokenizer(folder, source.tokenizer)

@@ -77,7 +77,7 @@ class CheckpointMaker:
 
     def __init__(self, calibration: Calibration) -> None:
         self.calibration = calibration
-        self._content_hash = calibration.source.fingerprint()
+        self.content_hash = calibration.source.fingerprint()
 
     def make(self, recipe: Recipe) -> Made:
         """The checkpoint of one recipe, made or found."""
@@ -86,7 +86,7 @@ class CheckpointMaker:
         if c.target == "portable":
             check_portable(resolved)
         layers = {name: str(precision) for name, precision in resolved.items()}
-        identity = checkpoint_id(self._content_hash, c.calibration_set.fingerprint, layers, c.target)
+        identity = checkpoint_id(self.content_hash, c.calibration_set.fingerprint, layers, c.target)
         folder = c.engines_dir / c.source.name / f"quantized-{identity}"
         working = folder.with_name(f".quantizing-{identity}")
         if (folder / RECORD_NAME).is_file():
@@ -148,7 +148,7 @@ class CheckpointMaker:
             model=ModelPart(
                 name=c.source.name,
                 architecture=spec.architecture,
-                content_hash=self._content_hash,
+                content_hash=self.content_hash,
                 num_parameters=num_linear_parameters(spec),
                 num_layers=spec.num_layers,
                 vocab_size=spec.vocab_size,

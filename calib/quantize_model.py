@@ -37,7 +37,7 @@ from harness.calib.statistics import LayerStatistics
 from harness.calib.units import by_input, layer_modules
 from harness.checkpoint_record import STATISTICS_NAME, LossPart
 from harness.errors import CalibrationError
-from harness.recipe import Precision
+from harness.recipe import F16, Precision
 from harness.weight_source import WeightSource
 
 QUANTIZER_VERSION = 1
@@ -227,7 +227,7 @@ class ModelQuantizer:
     ) -> None:
         for name, values in [*layer.named_parameters(), *layer.named_buffers()]:
             module = f"{prefix}{name}".removesuffix(".weight")
-            if self._precisions.get(module, _PLAIN).dtype == "f16":
+            if self._precisions.get(module, F16).dtype == "f16":
                 tensors.setdefault(prefix + name, values.detach())
                 tensors[prefix + name] = in_16_bits(tensors[prefix + name].cpu())
         write_shard(self._folder / shard_name(number + 1, self._num_layers + 1), tensors)
@@ -269,9 +269,6 @@ class ModelQuantizer:
             kl_divergence=float(joined[2].mean()),
             num_tokens=len(joined[0]),
         )
-
-
-_PLAIN = Precision(dtype="f16")
 
 
 def _quantize(
