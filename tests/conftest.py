@@ -55,7 +55,7 @@ def tiny_deepseek_path() -> Path:
 @pytest.fixture(scope="session")
 def held_out_documents() -> dict[str, list[str]]:
     """Text that the tiny models have not seen: `code`, `english`, `chinese`."""
-    files = sorted((_MODELS / "held_out").glob("*.jsonl"))
+    files = sorted((_MODELS.parents[1] / "calib" / "suites" / "held_out").glob("*.jsonl"))
     return {f.stem: [json.loads(line)["text"] for line in f.read_text("utf-8").splitlines()] for f in files}
 
 

@@ -3,7 +3,7 @@
 Owns where the text comes from, how it becomes documents, and that no held-out document is in the training text. It
 does not tokenize. All of it installs from a registry: Python's standard library (PSF), and Debian packages that
 `apt-get download` brings without root. Package text is extracted when needed and never committed; what is committed,
-in tests/models/held_out, is PSF, public domain or our own.
+in calib/suites/held_out, is PSF, public domain or our own.
 
 A document is held out by a hash of its name, so that other releases of a package split alike. Overlap is counted in
 runs of 13 words (a Chinese character is a word), the length that GPT-3 used to find contamination, arXiv 2005.14165.
@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-COMMITTED = REPOSITORY / "tests" / "models" / "held_out"
+COMMITTED = REPOSITORY / "calib" / "suites" / "held_out"
 CACHE = REPOSITORY / ".cache" / "texts"
 DOMAINS = ("code", "english", "chinese")
 LICENCES = {

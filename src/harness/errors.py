@@ -44,6 +44,14 @@ class CalibrationError(HarnessError):
     """A calibration set, or a quantizer's result on it, is refused."""
 
 
+class SuiteError(HarnessError):
+    """A quality suite, or a file it names, is missing or not valid."""
+
+
+class QualityError(HarnessError):
+    """A quality measurement cannot be made: the two engines do not compare, or too little text is left."""
+
+
 class BuildError(HarnessError):
     """Lowering or writing an engine failed; nothing half-made is left behind."""
 

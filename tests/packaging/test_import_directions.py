@@ -11,7 +11,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"src/harness": "harness", "build": "harness.build", "runtime": "harness.runtime", "calib": "harness.calib"}
 OPENVINO_RUNTIME = ("openvino_executor", "paged_graph", "engine_process")
-PYDANTIC_BORDERS = ("harness.manifest", "harness.recipe", "harness.checkpoint_record")
+PYDANTIC_BORDERS = (
+    "harness.manifest",
+    "harness.recipe",
+    "harness.checkpoint_record",
+    "harness.calib.quality.report",
+    "harness.calib.quality.suite",
+)
 CALIB_EXTRA = ("torch", "transformers", "llmcompressor", "compressed_tensors", "detect_secrets", "phonenumbers")
 NEEDS_TORCH = "Needs torch."
 SCHEDULING = ("scheduler", "block_pool", "prefix_cache", "sampler", "engine_core")
@@ -55,6 +61,8 @@ def forbidden(module: str) -> set[str]:
         banned |= {"harness.runtime"}
     elif in_runtime:
         banned |= {"harness.build", "harness.calib"}
+    elif within(module, "harness.calib.quality"):
+        banned |= {"harness.build", "harness.runtime.server"}  # it measures engines through the runtime that serves
     elif in_calib:
         banned |= {"harness.build", "harness.runtime"}
     else:
@@ -120,6 +128,8 @@ def test_modules_of_calibration_say_whether_they_need_torch() -> None:
         ("harness.runtime.config", "from pydantic import BaseModel"),
         ("harness.runtime.server.app", "import openvino.runtime"),
         ("harness.build.hub", "from transformers import AutoTokenizer"),
+        ("harness.calib.measure", "from harness.runtime.executor import Executor"),
+        ("harness.calib.quality.text", "from harness.build.store import staged"),
         ("harness.calib.decoder", "from harness.build.open_source import open_source"),
         ("harness.build.request", "def f():\n    from compressed_tensors.quantization import QuantizationArgs"),
     ],
@@ -136,6 +146,7 @@ def test_a_wrong_import_is_seen(module: str, source: str) -> None:
         ("harness.runtime.openvino_executor", "from openvino import Core"),
         ("harness.manifest", "from pydantic import BaseModel"),
         ("harness.calib.search", "import torch"),
+        ("harness.calib.quality.text", "from harness.runtime.executor import Executor"),
         ("harness.runtime.config", "import openvino_like\nimport harness.builder"),
     ],
 )
