@@ -69,6 +69,13 @@ class Text(_Part):
     full: TextAmount
 
 
+class Example(_Part):
+    """A turn of the user and the answer wished for, shown before every item of a task."""
+
+    prompt: str
+    answer: str
+
+
 class TaskEntry(_Part):
     """A task as a suite names it: a JSON lines file and how its answers are scored."""
 
@@ -79,15 +86,20 @@ class TaskEntry(_Part):
     file: str
     scorer: str
     max_tokens: Annotated[int, Field(ge=1, le=4096)] = 64
-    stop: list[str] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    examples: list[Example] = []
 
 
 class Decoding(_Part):
-    """How answers are decoded, on both sides alike."""
+    """How answers are decoded, on both sides alike.
+
+    A reasoning model may reason for `max_reasoning_tokens` before each answer; with 0 it is made to answer at once.
+    """
 
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     seed: int = 0
+    max_reasoning_tokens: Annotated[int, Field(ge=0, le=1 << 16)] = 0
 
 
 class SuiteFile(_Part):
