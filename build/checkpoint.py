@@ -23,7 +23,7 @@ import numpy.typing as npt
 from harness.build.hf_source import HfFolderSource
 from harness.build.hf_tokenizer import TOKENIZER_FILES
 from harness.build.lowering.quantize import QuantizedRows, unpack_nibbles
-from harness.checkpoint_record import RECORD_NAME, CheckpointRecord, read_record
+from harness.checkpoint_record import NGRAMS_NAME, RECORD_NAME, SENSITIVITY_NAME, CheckpointRecord, read_record
 from harness.errors import BuildError, EngineError, RecipeError, SourceError
 from harness.manifest import verify_file
 from harness.recipe import Precision, Recipe, linear_shapes
@@ -119,6 +119,10 @@ class QuantizedCheckpoint(HfFolderSource):
             return QuantizedRows(data=nibbles ^ 0x88, scale=scale)
         zero_point = self._zero_points(f"{module}.weight_zero_point", start, stop)
         return QuantizedRows(data=nibbles, scale=scale, zero_point=zero_point)
+
+    def evidence(self) -> list[Path]:
+        """Files of the calibration that an engine carries, for its quality report."""
+        return [path for name in (NGRAMS_NAME, SENSITIVITY_NAME) if (path := self._path / name).is_file()]
 
     def fingerprint(self) -> str:
         """Hash of all that an engine is made from. That of the original weights is in `record.model`."""

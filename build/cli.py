@@ -22,7 +22,6 @@ from harness.console import VersionOption, printable, run_cli
 if TYPE_CHECKING:
     from harness.build.cpu_engine import BuiltEngine
     from harness.build.request import BuildRequest
-    from harness.manifest import CalibrationPart
     from harness.recipe import Recipe
     from harness.spec import ModelSpec
 
@@ -30,6 +29,18 @@ app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False
 )
 _RECIPE, _CALIBRATION = "Precision of the layers (one of --precision, --bits, --max-loss, --recipe)", "Calibration"
+_QUALITY = "Quality report"
+_REPORTS = ("none", "quick", "full")
+GATE_FAILED = 3
+BaselineOption = typer.Option(
+    help="What the engine is measured against: the folder of an engine, such as the one in production, or a model, of "
+    "which the f16 engine is built. Default: the f16 engine of the same weights.",
+    rich_help_panel=_QUALITY,
+)
+SuiteOption = typer.Option(
+    help="A suite (YAML): text, tasks and gates. Default: the one that comes with this version.",
+    rich_help_panel=_QUALITY,
+)
 EngineOption = Annotated[Path, typer.Option("--engine", help="Folder of an engine (the one with manifest.json).")]
 
 
@@ -131,6 +142,16 @@ def build(
         bool,
         typer.Option(help="Round to nearest: quick, needs no torch, costs quality.", rich_help_panel=_CALIBRATION),
     ] = False,
+    report: Annotated[
+        str,
+        typer.Option(
+            help="quick: held-out text through the engine and its baseline. full: tasks and speed too, minutes. none: "
+            "the engine is marked not_run.",
+            rich_help_panel=_QUALITY,
+        ),
+    ] = "quick",
+    baseline: Annotated[str | None, BaselineOption] = None,
+    suite: Annotated[Path | None, SuiteOption] = None,
     version: VersionOption = False,
 ) -> None:
     """Build an engine from model weights, for `harness-run` to serve.
@@ -142,12 +163,17 @@ def build(
     Weights are calibrated into a quantized checkpoint, ./engines/MODEL/quantized-ID, which every arch is lowered from
     and which is found again; a calibration that was killed goes on where it stopped. The folder of the engine is
     printed on stdout, all else on stderr. An engine that was built before, from the same inputs, is reused.
+
+    A quality report follows. Exit code 0: pass or warn. 1: an error. 2: wrong usage. 3: a gate failed; the engine is
+    kept, and harness-run server refuses it.
     """
     if context.invoked_subcommand is not None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary folders are removed
 
     from harness.build.request import BuildRequest
+    from harness.calib.quality.suite import load_suite
+    from harness.errors import UsageError
 
     request = BuildRequest(
         model=model,
@@ -167,11 +193,93 @@ def build(
         no_calib=no_calib,
     )
     console = Console(stderr=True, markup=False, highlight=False)
+    if report not in _REPORTS:
+        raise UsageError(f"unknown --report {report!r}", f"allowed: {', '.join(_REPORTS)}")
+    if suite is not None:
+        load_suite(suite)  # before hours of calibration
     built = _lower(request, resolve_arch(arch), out, console)
-    console.print(f"{'found' if built.reused else 'built'} for {arch}; serve it with:")
-    console.print(f"  harness-run server --engine {shlex.quote(str(built.engine_dir))}", soft_wrap=True)
+    console.print(f"{'found' if built.reused else 'built'} for {arch}")
+    # before the report, which may take minutes; exact, whatever the terminal's encoding
+    sys.stdout.buffer.write(os.fsencode(built.engine_dir) + b"\n")
     sys.stdout.flush()
-    sys.stdout.buffer.write(os.fsencode(built.engine_dir) + b"\n")  # exact, whatever the terminal's encoding
+    failed = report != "none" and not _passes(request, built, report == "full", baseline, suite, console)
+    console.print("serve it with:")
+    flag = " --allow-failed-quality" if failed else ""
+    console.print(f"  harness-run server --engine {shlex.quote(str(built.engine_dir))}{flag}", soft_wrap=True)
+    if failed:
+        raise typer.Exit(GATE_FAILED)
+
+
+def _passes(
+    request: BuildRequest, built: BuiltEngine, full: bool, baseline: str | None, suite: Path | None, console: Console
+) -> bool:
+    """Whether the engine passes its gates; also where it cannot be measured, which is said."""
+    from harness.build.quality import QualityRequest, report_quality
+    from harness.errors import CapacityError, QualityError
+
+    if baseline is None and request.model is None:
+        console.print("quality: not_run, a checkpoint has no unquantized weights to compare with: give --baseline")
+        return True
+    wanted = QualityRequest(
+        engine_dir=built.engine_dir,
+        baseline=baseline or request.model,
+        suite=suite,
+        system_prompts=request.system_prompts,
+        full=full,
+    )
+    try:
+        return report_quality(wanted, console) != "fail"
+    except (CapacityError, QualityError) as error:
+        if baseline is not None or suite is not None:
+            raise
+        console.print(printable(f"quality: not_run, {error}"), soft_wrap=True)
+        return True
+
+
+@app.command()
+def quality(
+    engine: EngineOption,
+    baseline: Annotated[str | None, BaselineOption] = None,
+    suite: Annotated[Path | None, SuiteOption] = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A further line of the table of quality, size and speed, repeatable: the folder of an engine, or f16, "
+            "int8 or int4, which are built of the --baseline model by rounding to nearest."
+        ),
+    ] = None,
+    system_prompt: Annotated[
+        list[Path] | None, typer.Option(help="A file with a system prompt of production, repeatable.")
+    ] = None,
+    allow_code_execution: Annotated[
+        bool,
+        typer.Option(
+            "--allow-code-execution",
+            help="Run the code that the models write, in limited subprocesses (docs/suites.md says what they contain).",
+        ),
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Held-out text alone, as after a build.")] = False,
+) -> None:
+    """Measure what an engine lost beside a baseline, and say whether it may ship.
+
+    Writes a page, JSON and a Markdown summary into the engine's folder and the verdict into its manifest. Exit code 0:
+    pass or warn. 3: a gate failed; the engine is kept, and harness-run server refuses it.
+
+    - `harness-build quality --engine DIR --baseline MODEL --compare int8 --compare int4`
+    """
+    from harness.build.quality import QualityRequest, report_quality
+
+    wanted = QualityRequest(
+        engine_dir=engine,
+        baseline=baseline,
+        suite=suite,
+        compared=tuple(compare or ()),
+        system_prompts=tuple(system_prompt or ()),
+        allow_code_execution=allow_code_execution,
+        full=not quick,
+    )
+    if report_quality(wanted, Console(stderr=True, markup=False, highlight=False)) == "fail":
+        raise typer.Exit(GATE_FAILED)
 
 
 def _lower(request: BuildRequest, target: Arch, out: Path | None, console: Console) -> BuiltEngine:
@@ -244,7 +352,7 @@ def inspect(
         + ", ".join(f"{n} x {p}" for p, n in counts.items())
         + f"; {manifest.recipe.bits_per_weight:.2f} bits per weight, decoder linears "
         f"{manifest.recipe.decoder_bits_per_weight:.2f}",
-        "calibration": _calibration(manifest.calibration),
+        "calibration": manifest.calibration.describe(),
         "model files": f"{manifest.weight_bytes() / 2**20:.1f} MiB",
         "KV cache": f"{kv.kind}, {kv.num_layers} layers x {kv.num_kv_heads} heads x ({kv.key_dim} + {kv.value_dim}); "
         + ", ".join(f"{mode} {n:,} bytes a token" for mode, n in kv.bytes_per_token.items()),
@@ -255,16 +363,6 @@ def inspect(
     for name, value in rows.items():
         table.add_row(name, Text(printable(value)))
     Console().print(table)
-
-
-def _calibration(part: CalibrationPart) -> str:
-    chosen = part.calibration_set
-    if chosen is None:
-        return part.method
-    return (
-        f"{part.method} on {chosen.label}: {chosen.num_samples} samples, {chosen.num_tokens:,} tokens, "
-        f"{chosen.system_prompt_share:.0%} with a system prompt; checkpoint {part.checkpoint_id}"
-    )
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,9 @@ def build_cpu_engine(
             check_free_space(stage.parent, int(weights_bytes(spec, resolved) * _DISK_FACTOR))
             _write_model(source, resolved, stage, on_layer)
             tokenizer.save(stage)
+            if isinstance(source, QuantizedCheckpoint):
+                for path in source.evidence():
+                    shutil.copyfile(path, stage / path.name)
             manifest = EngineManifest(
                 engine_id=identity,
                 model=_model_part(source, fingerprint),

@@ -87,13 +87,14 @@ def calibrate(calibration: Calibration, goal: Goal) -> Path:
         check_budget(units, candidates, goal.bits)  # before hours of measuring
     maker = CheckpointMaker(calibration)
     harm = _sensitivity(maker, units, candidates)
-    feared = cautious(units, harm, spec.num_layers)
     if goal.bits is not None:
+        feared = cautious(units, harm, spec.num_layers)
         assignment = search_assignment(units, candidates, feared, goal.bits)
         calibration.say(f"expected KL divergence {total_harm(candidates, harm, assignment):.4f} nats a token")
-        return maker.make(_recipe(f"mixed-{goal.bits:g}-bits", calibration, units, assignment)).folder
+        found = _sensitivity_rows(units, candidates, harm, assignment)
+        return maker.make(_recipe(f"mixed-{goal.bits:g}-bits", calibration, units, assignment), found).folder
     assert goal.max_loss is not None
-    return _meet_loss(maker, units, candidates, feared, goal.max_loss)
+    return _meet_loss(maker, units, candidates, harm, goal.max_loss)
 
 
 def torch_device(name: str) -> torch.device:
@@ -147,6 +148,24 @@ def _recipe(name: str, calibration: Calibration, units: Sequence[Unit], assignme
     return as_recipe(name, units, assignment, calibration.source.spec)
 
 
+def _sensitivity_rows(
+    units: Sequence[Unit],
+    candidates: Sequence[Precision],
+    harm: Mapping[str, Sequence[float]],
+    assignment: Mapping[str, Precision],
+) -> list[dict[str, object]]:
+    """What the search knew, for whoever reads a report: nats a token by unit and candidate, and what was chosen."""
+    return [
+        {
+            "unit": unit.name,
+            "layer": min(unit.layers),
+            "chosen": str(assignment[unit.name]),
+            "harm": dict(zip(map(str, candidates), harm[unit.name], strict=True)),
+        }
+        for unit in units
+    ]
+
+
 def _meet_loss(
     maker: CheckpointMaker,
     units: Sequence[Unit],
@@ -156,9 +175,10 @@ def _meet_loss(
 ) -> Path:
     """The smallest checkpoint of a few rounds whose measured rise of perplexity is within the limit."""
     calibration = maker.calibration
+    feared = cautious(units, harm, calibration.source.spec.num_layers)
     scale, best, best_bits, tried = 1.0, None, float("inf"), set[float]()
     for number in range(_ROUNDS):
-        scaled = {name: [h * scale for h in row] for name, row in harm.items()}
+        scaled = {name: [h * scale for h in row] for name, row in feared.items()}
         # the log of perplexity rises by about the divergence
         assignment = smallest_assignment(units, candidates, scaled, math.log1p(max_loss))
         if number == _ROUNDS - 1 and best is None:
@@ -167,7 +187,10 @@ def _meet_loss(
         if bits in tried or (best is not None and bits > best_bits - _CLOSE_ENOUGH):
             break
         tried.add(bits)
-        made = maker.make(_recipe(f"loss-{max_loss * 100:g}-percent", calibration, units, assignment))
+        made = maker.make(
+            _recipe(f"loss-{max_loss * 100:g}-percent", calibration, units, assignment),
+            _sensitivity_rows(units, candidates, harm, assignment),
+        )
         rise = made.loss.perplexity_after / made.loss.perplexity_before - 1
         calibration.say(f"round {number + 1} of {_ROUNDS}: {bits:.3f} bits per weight, perplexity {rise:+.2%}")
         if rise <= max_loss and bits < best_bits:

@@ -25,10 +25,10 @@ from harness.calib.set_report import SetReport, measure_lengths, measure_shares,
 from harness.calib.traffic import Traffic, TrafficRequest, read_traffic
 from harness.calib.windows import Sample, TokenIds, WindowCutter
 from harness.errors import CalibrationError
+from harness.manifest import BUNDLED_SET
 from harness.tokenizer import Tokenizer
 
 DEFAULT_SET = Path(__file__).parent / "default_set" / "default.jsonl"
-DEFAULT_LABEL = "bundled default set"
 FEWEST_SAMPLES, MOST_SAMPLES = 128, 512
 MAX_HELD_OUT = 32
 MIN_HELD_OUT = 4
@@ -95,7 +95,7 @@ def make_calibration_set(
     samples, held_out = (cutter.cut(part.prompts, part.lengths) for part in (chosen, reserved))
     if not allow_no_system_prompts:
         _check_system_prompts(samples)
-    label = ", ".join(sorted({path.name for path in traffic})) or DEFAULT_LABEL
+    label = ", ".join(sorted({path.name for path in traffic})) or BUNDLED_SET
     options = {
         "max_tokens": max_tokens,
         "no_system_prompts": allow_no_system_prompts,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from harness.calib.calibration_set import CalibrationSet
+from harness.calib.overlap import save_ngrams
 from harness.calib.quantize_model import (
     CHECKPOINT_FOLDER,
     ModelQuantizer,
@@ -25,7 +26,14 @@ from harness.calib.quantize_model import (
 )
 from harness.calib.sensitivity import OnProgress
 from harness.calib.set_report import as_json
-from harness.checkpoint_record import RECORD_NAME, CheckpointRecord, LossPart, read_record
+from harness.checkpoint_record import (
+    NGRAMS_NAME,
+    RECORD_NAME,
+    SENSITIVITY_NAME,
+    CheckpointRecord,
+    LossPart,
+    read_record,
+)
 from harness.errors import RecipeError
 from harness.manifest import CalibrationSetPart, ModelPart, RecipePart, describe_files
 from harness.recipe import (
@@ -79,8 +87,8 @@ class CheckpointMaker:
         self.calibration = calibration
         self.content_hash = calibration.source.fingerprint()
 
-    def make(self, recipe: Recipe) -> Made:
-        """The checkpoint of one recipe, made or found."""
+    def make(self, recipe: Recipe, sensitivity: Sequence[Mapping[str, object]] = ()) -> Made:
+        """The checkpoint of one recipe, made or found; `sensitivity` is stored beside, where the recipe came of one."""
         c = self.calibration
         resolved = recipe.resolve(c.source.spec)
         if c.target == "portable":
@@ -102,6 +110,7 @@ class CheckpointMaker:
                 return self._told(folder, read_record(folder))
             if not (complete / RECORD_NAME).is_file():  # where a killed run had it ready, it need only be moved
                 done = ModelQuantizer(c.source, c.calibration_set, linears, work, c.device).run(c.on_progress)
+                self._write_evidence(done.folder, sensitivity)
                 self._complete(identity, recipe, resolved, done)
             record = read_record(complete)
             if folder.exists():  # without a record it is no checkpoint
@@ -110,6 +119,13 @@ class CheckpointMaker:
             shutil.rmtree(work, ignore_errors=True)
         c.say(f"quantized checkpoint written to {folder}")
         return self._told(folder, record)
+
+    def _write_evidence(self, folder: Path, sensitivity: Sequence[Mapping[str, object]]) -> None:
+        """What a quality report needs of the calibration: which text was seen, and what the search knew."""
+        save_ngrams(folder / NGRAMS_NAME, self.calibration.calibration_set.samples)
+        if sensitivity:
+            text = json.dumps(list(sensitivity), indent=1) + "\n"
+            (folder / SENSITIVITY_NAME).write_text(text, encoding="utf-8")
 
     def _complete(self, identity: str, recipe: Recipe, resolved: dict[str, Precision], done: QuantizedModel) -> None:
         """Add recipe, report and record to a folder. The record comes last, and whole."""

@@ -5,6 +5,9 @@ Everything is in nats and per position. numpy alone: the logits may come from to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -43,3 +46,55 @@ def negative_log_likelihood(
 def perplexity(losses: npt.NDArray[np.floating]) -> float:
     """`exp` of the mean negative log likelihood over all positions."""
     return float(np.exp(losses.mean()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two models' logits beside each other, per position `(positions,)`, in nats.
+
+    A position whose logits hold NaN or infinity counts as one that finds every token equally likely.
+    """
+
+    baseline_loss: npt.NDArray[np.float64]
+    loss: npt.NDArray[np.float64]
+    kl_divergence: npt.NDArray[np.float64]
+    same_top1: npt.NDArray[np.bool_]
+    num_non_finite: int
+    baseline_finite: bool
+
+    @classmethod
+    def join(cls, parts: Sequence[Comparison]) -> Comparison:
+        """Several stretches of positions as one."""
+        return cls(
+            baseline_loss=np.concatenate([p.baseline_loss for p in parts]),
+            loss=np.concatenate([p.loss for p in parts]),
+            kl_divergence=np.concatenate([p.kl_divergence for p in parts]),
+            same_top1=np.concatenate([p.same_top1 for p in parts]),
+            num_non_finite=sum(p.num_non_finite for p in parts),
+            baseline_finite=all(p.baseline_finite for p in parts),
+        )
+
+
+def compare_logits(
+    baseline: npt.NDArray[np.floating], logits: npt.NDArray[np.floating], targets: npt.NDArray[np.integer]
+) -> Comparison:
+    """All of a `Comparison` in one pass: both logits `(positions, vocab)`, targets `(positions,)` token ids."""
+    parts = []
+    for start in range(0, len(targets), _ROWS):
+        rows = slice(start, start + _ROWS)
+        finite = np.isfinite(logits[rows]).all(axis=-1)
+        seen = logits[rows] if finite.all() else np.where(finite[:, None], logits[rows], 0)
+        baseline_finite = bool(np.isfinite(baseline[rows]).all())
+        log_p, log_q = log_softmax(baseline[rows] if baseline_finite else np.zeros_like(seen)), log_softmax(seen)
+        target = targets[rows, None]
+        parts.append(
+            Comparison(
+                baseline_loss=-np.take_along_axis(log_p, target, axis=-1)[:, 0],
+                loss=-np.take_along_axis(log_q, target, axis=-1)[:, 0],
+                kl_divergence=(np.exp(log_p) * (log_p - log_q)).sum(axis=-1),
+                same_top1=log_p.argmax(axis=-1) == np.where(finite, log_q.argmax(axis=-1), -1),
+                num_non_finite=int((~finite).sum()),
+                baseline_finite=baseline_finite,
+            )
+        )
+    return Comparison.join(parts)

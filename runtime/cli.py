@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from harness.console import VersionOption, run_cli
-from harness.errors import UsageError
+from harness.errors import EngineError, UsageError
 
 if TYPE_CHECKING:  # the real imports wait until a command runs, so that --help is quick
     from harness.manifest import EngineManifest
@@ -122,6 +122,12 @@ def server(
     served_model_name: Annotated[
         str | None, typer.Option(help="Name that requests must give as model. Default: the name in the engine.")
     ] = None,
+    allow_failed_quality: Annotated[
+        bool,
+        typer.Option(
+            "--allow-failed-quality", help="Serve an engine whose quality report failed a gate, all the same."
+        ),
+    ] = False,
     log_level: Annotated[str, typer.Option(help="debug (a line for each decision), info, warning or error.")] = "info",
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests get to finish after Ctrl-C or SIGTERM.")
@@ -157,6 +163,7 @@ def server(
         prefix_cache=not no_prefix_cache,
     )
     manifest, resolved = _resolve(config)
+    _check_quality(config.engine_dir, manifest, allow_failed=allow_failed_quality)
     model = served_model_name or manifest.model.name
     tokenizer = Tokenizer.from_dir(config.engine_dir)
     with listen(host, port) as sock:
@@ -168,6 +175,7 @@ def server(
             model=model,
             max_model_len=limits.max_model_len,
             max_active=limits.max_num_seqs + limits.max_waiting,
+            max_prompts=limits.max_waiting,
         )
         bound_port = sock.getsockname()[1]
         typer.echo(
@@ -249,6 +257,20 @@ def _resolve(config: EngineConfig) -> tuple[EngineManifest, ResolvedConfig]:
     manifest = read_manifest(config.engine_dir)
     available = available_memory_bytes()
     return manifest, config.resolve(manifest, available_bytes=available, num_cores=num_usable_cores())
+
+
+def _check_quality(engine_dir: Path, manifest: EngineManifest, *, allow_failed: bool) -> None:
+    verdict = manifest.quality.verdict
+    if verdict == "not_run":
+        again = f"harness-build quality --engine {engine_dir} --baseline MODEL"
+        typer.echo(f"warning: no quality report says whether this engine may ship; make one with: {again}", err=True)
+    elif verdict == "fail" and not allow_failed:
+        raise EngineError(
+            f"engine {manifest.engine_id} failed its quality report: see {engine_dir / (manifest.quality.report or '')}",
+            "build it with a higher precision, or serve it all the same with --allow-failed-quality",
+        )
+    elif verdict == "fail":
+        typer.echo("warning: the quality report of this engine failed a gate", err=True)
 
 
 def _set_up_logging(level: str) -> None:

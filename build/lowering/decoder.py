@@ -19,7 +19,7 @@ from harness.build.lowering.moe import moe
 from harness.build.lowering.weights import WeightLowering
 from harness.spec import MlaSpec, ModelSpec
 
-LOWERING_VERSION = 1
+LOWERING_VERSION = 2
 """Part of every engine's id. To be raised when lowering makes other bytes of the same weights under the same recipe."""
 
 

@@ -21,6 +21,7 @@ from openvino import opset13 as ops
 from harness.build.checkpoint import QuantizedCheckpoint
 from harness.build.lowering.quantize import QuantizedRows, pack_nibbles, quantize_rows
 from harness.errors import BuildError
+from harness.manifest import weights_node_name
 from harness.recipe import F16, Precision
 from harness.weight_source import FloatArray, WeightSource
 
@@ -103,7 +104,9 @@ class WeightLowering:
         shapes = [self._source.shape(f"{module}.weight") for module in modules]
         shape = (len(modules), *shapes[0]) if stacked else (sum(out for out, _ in shapes), shapes[0][1])
         rows = _join([part for m, order in zip_longest(modules, orders) for part in self._rows(m, order)])
-        return self._decompress(rows, self._recipe[modules[0]], shape)
+        values = self._decompress(rows, self._recipe[modules[0]], shape)
+        values.set_friendly_name(weights_node_name({m: out for m, (out, _) in zip(modules, shapes, strict=True)}))
+        return values
 
     def _rows(self, module: str, order: npt.NDArray[np.int64] | None) -> Iterator[QuantizedRows]:
         num_rows, in_features = self._source.shape(f"{module}.weight")

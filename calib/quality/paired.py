@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,15 @@ def bootstrap_tokens(values: npt.NDArray[np.floating[Any]]) -> Interval:
     interval = bootstrap_mean(means)
     shift = float(values.mean()) - interval.value  # blocks differ in length by a token
     return Interval(value=interval.value + shift, low=interval.low + shift, high=interval.high + shift)
+
+
+def mean_interval(intervals: Sequence[Interval]) -> Interval:
+    """The mean of independent estimates."""
+    count = len(intervals)
+    value = sum(i.value for i in intervals) / count
+    below = math.sqrt(sum((i.value - i.low) ** 2 for i in intervals)) / count
+    above = math.sqrt(sum((i.high - i.value) ** 2 for i in intervals)) / count
+    return Interval(value=value, low=value - below, high=value + above)
 
 
 def detectable_difference(differences: npt.NDArray[np.floating[Any]]) -> float:

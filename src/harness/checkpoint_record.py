@@ -17,6 +17,8 @@ from harness.manifest import CalibrationSetPart, FilePart, ModelPart, RecipePart
 
 SCHEMA_VERSION = 1
 RECORD_NAME = "calibration.json"
+NGRAMS_NAME, SENSITIVITY_NAME = "calibration-ngrams.npy", "sensitivity.json"
+"""What a quality report reads of a calibration; engines carry copies. The second only where the recipe was searched."""
 STATISTICS_NAME = "calibration.safetensors"
 """Maxima of layer inputs, keys and values over the calibration set, for lowerings with static scales."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -18,8 +19,11 @@ from harness.errors import EngineError
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 2
+BUNDLED_SET = "bundled default set"
+"""Label of the calibration set that comes with this project."""
 _REQUIRED = ("model.xml", "model.bin", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _OPTIONAL = ("chat_template.jinja",)
+_WEIGHTS_NODE = "weights:"
 _COPY_AGAIN = "copy the engine again, or rebuild it"
 
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -64,6 +68,11 @@ class CalibrationSetPart(_Part):
     num_tokens: PositiveInt
     system_prompt_share: Annotated[float, Field(ge=0, le=1)]
 
+    @property
+    def is_bundled(self) -> bool:
+        """Whether it is the set that comes with this project, and not traffic of a user's."""
+        return self.label == BUNDLED_SET
+
 
 class CalibrationPart(_Part):
     """What the integers were chosen by.
@@ -83,6 +92,17 @@ class CalibrationPart(_Part):
         if set(given) != {self.method != "round-to-nearest"}:
             raise ValueError(f"{self.method} with {given.count(True)} of fingerprint, checkpoint_id, calibration_set")
         return self
+
+
+    def describe(self) -> str:
+        """The calibration in a line."""
+        chosen = self.calibration_set
+        if chosen is None:
+            return self.method
+        return (
+            f"{self.method} on {chosen.label}: {chosen.num_samples} samples, {chosen.num_tokens:,} tokens, "
+            f"{chosen.system_prompt_share:.0%} with a system prompt; checkpoint {self.checkpoint_id}"
+        )
 
 
 class KvPart(_Part):
@@ -107,9 +127,18 @@ class TokenizerPart(_Part):
 
 
 class QualityPart(_Part):
-    """The verdict of the quality report."""
+    """The verdict of the quality report, and what it was reached with; all but the verdict None where it was not run.
+
+    `suite_sha256` covers the gates, too. `report` is the report's file in the engine's folder, which is no part of the
+    engine: it is not in `files`.
+    """
 
     verdict: Literal["pass", "warn", "fail", "not_run"]
+    kind: Literal["quick", "full"] | None = None
+    suite_sha256: Sha256 | None = None
+    baseline_engine_id: str | None = None
+    metrics_version: int | None = None
+    report: str | None = None
 
 
 class FilePart(_Part):
@@ -142,10 +171,25 @@ class EngineManifest(_Part):
         return sum(part.num_bytes for name, part in self.files.items() if name.endswith((".bin", ".xml")))
 
 
+def weights_node_name(num_rows: Mapping[str, int]) -> str:
+    """Name of the node of `model.xml` that gives a weight matrix in f32: the modules joined in it, with their rows."""
+    return _WEIGHTS_NODE + ",".join(f"{module}={rows}" for module, rows in num_rows.items())
+
+
+def parse_weights_node_name(name: str) -> dict[str, int] | None:
+    """What `weights_node_name` was made of; None where a name is another."""
+    if not name.startswith(_WEIGHTS_NODE):
+        return None
+    parts = (part.rpartition("=") for part in name[len(_WEIGHTS_NODE) :].split(","))
+    return {module: int(rows) for module, _, rows in parts}
+
+
 def write_manifest(engine_dir: Path, manifest: EngineManifest) -> None:
-    """Write `manifest.json`."""
+    """Write `manifest.json`, whole or not at all."""
     text = json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False)
-    (engine_dir / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
+    temporary = engine_dir / f".{MANIFEST_NAME}"
+    temporary.write_text(text + "\n", encoding="utf-8")
+    temporary.replace(engine_dir / MANIFEST_NAME)
 
 
 def read_manifest(engine_dir: Path) -> EngineManifest:

@@ -1,0 +1,133 @@
+"""From figures to a verdict: which gates an engine passes, and why.
+
+A gate fires on a difference and not on noise. A loss counts where its interval lies above what batching alone moves;
+then its size decides. A loss beyond `fail` that chance could explain warns, since too little was measured to let it
+pass. Several gates of one kind are several chances to err: their intervals are widened (Bonferroni), so that all of
+them together cry wolf in 5 % of cases. Owns no limit: they stand in the suite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import NormalDist
+
+from harness.calib.quality.paired import mean_interval
+from harness.calib.quality.report import DomainResult, GateResult, Interval, TaskResult, Verdict
+from harness.calib.quality.suite import Gates, Limits
+from harness.manifest import EngineManifest
+
+_ORDER: tuple[Verdict, ...] = ("pass", "warn", "fail")
+
+
+def worst(gates: Iterable[GateResult]) -> Verdict:
+    """The verdict of all gates together."""
+    return max((gate.verdict for gate in gates), key=_ORDER.index, default="pass")
+
+
+def judge_inputs(engine: EngineManifest, baseline: EngineManifest) -> list[GateResult]:
+    """Whether both engines turn the same conversation into the same tokens.
+
+    With the same weights another chat template is a fault; a release of other weights may bring its own.
+    """
+    if engine.tokenizer.chat_template_sha256 == baseline.tokenizer.chat_template_sha256:
+        return []
+    same_weights = engine.model.content_hash == baseline.model.content_hash
+    verdict: Verdict = "fail" if same_weights else "warn"
+    return [
+        GateResult(
+            gate="chat template",
+            where="tokenizer",
+            value=1,
+            interval=None,
+            warn=None,
+            fail=None,
+            verdict=verdict,
+            reason="the engine's chat template is not the baseline's, so every conversation reaches the model as "
+            "other tokens" + (", though the weights are the same" if same_weights else ""),
+        )
+    ]
+
+
+def judge_text(domains: Sequence[DomainResult], gates: Gates, num_parameters: int) -> list[GateResult]:
+    """Gates of layer 1, for each domain and overall."""
+    small = gates.small_models
+    limits = small.perplexity_change if num_parameters < small.below_parameters else gates.perplexity_change
+    results = []
+    for domain in domains:
+        if domain.num_non_finite:
+            results.append(_non_finite(domain))
+        results.append(
+            _judge("perplexity change", domain.domain, domain.perplexity_change, limits, domain.noise_perplexity_change)
+        )
+        results.append(_judge("KL divergence", domain.domain, domain.kl_mean, gates.kl_divergence, domain.noise_kl))
+    return results
+
+
+def judge_tasks(tasks: Sequence[TaskResult], gates: Gates) -> list[GateResult]:
+    """Gates of layers 2 and 3: how much of its score each task loses, and all tasks of a layer together."""
+    results = []
+    for layer, limits in (("tasks", gates.task_drop), ("adversarial", gates.adversarial_drop)):
+        drops = {t.name: _negated(t.difference) for t in tasks if t.layer == layer and t.skipped is None}
+        for name, drop in drops.items():
+            results.append(_judge("score drop", name, _widened(drop, len(drops)), limits, 0.0))
+        if len(drops) > 1:
+            results.append(_judge("score drop", f"all {layer}", mean_interval(list(drops.values())), limits, 0.0))
+    return results
+
+
+def _widened(interval: Interval, num_gates: int) -> Interval:
+    """The interval that holds with 95 % for all of `num_gates` together; it was made for one."""
+    factor = NormalDist().inv_cdf(1 - 0.025 / num_gates) / NormalDist().inv_cdf(0.975)
+    value = interval.value
+    return Interval(
+        value=value, low=value - factor * (value - interval.low), high=value + factor * (interval.high - value)
+    )
+
+
+def _negated(interval: Interval) -> Interval:
+    return Interval(value=-interval.value, low=-interval.high, high=-interval.low)
+
+
+def _non_finite(domain: DomainResult) -> GateResult:
+    return GateResult(
+        gate="non-finite logits",
+        where=domain.domain,
+        value=domain.num_non_finite,
+        interval=None,
+        warn=None,
+        fail=0,
+        verdict="fail",
+        reason=f"the engine computes NaN or infinity at {domain.num_non_finite} of {domain.num_tokens} positions",
+    )
+
+
+def _judge(gate: str, where: str, loss: Interval, limits: Limits, noise: float) -> GateResult:
+    verdict: Verdict = "pass"
+    is_real = loss.low > noise
+    if loss.value > limits.fail:
+        verdict = "fail" if is_real else "warn"
+    elif loss.value > limits.warn and is_real:
+        verdict = "warn"
+    return GateResult(
+        gate=gate,
+        where=where,
+        value=loss.value,
+        interval=loss,
+        warn=limits.warn,
+        fail=limits.fail,
+        verdict=verdict,
+        reason=_reason(loss, limits, noise, verdict, is_real=is_real),
+    )
+
+
+def _reason(loss: Interval, limits: Limits, noise: float, verdict: Verdict, *, is_real: bool) -> str:
+    why = f" ({limits.why})" if limits.why else ""
+    if verdict == "fail":
+        return f"above the limit {limits.fail:g}, and more than chance explains{why}"
+    if verdict == "warn" and not is_real:
+        return f"above the limit {limits.fail:g}, but chance could explain it: measure on more"
+    if verdict == "warn":
+        return f"above {limits.warn:g}, below {limits.fail:g}{why}"
+    if loss.value > limits.warn:
+        return f"above {limits.warn:g}, but chance or the noise of batching ({noise:.2g}) could explain it"
+    return f"at most {limits.warn:g}"

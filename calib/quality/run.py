@@ -1,0 +1,384 @@
+"""One quality report: which engines are measured on what, in which order, and where the report is kept.
+
+The engine and its baseline are run as `harness-run` runs them, in fast mode. Owns the order of the steps; figures,
+limits and presentation are the other modules'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+import openvino
+import psutil
+from pydantic import TypeAdapter, ValidationError
+
+import harness
+from harness.calib.overlap import load_ngrams
+from harness.calib.quality.gates import judge_inputs, judge_tasks, judge_text, worst
+from harness.calib.quality.items import Answer
+from harness.calib.quality.page import render_page
+from harness.calib.quality.report import (
+    EngineRow,
+    EngineSummary,
+    QualityReport,
+    SuiteSummary,
+    TaskResult,
+    TextResult,
+    UnitSensitivity,
+)
+from harness.calib.quality.speed import NUM_ROUNDS, PROMPT_TOKENS, measure_speed
+from harness.calib.quality.suite import Suite
+from harness.calib.quality.summary import render_summary
+from harness.calib.quality.task_comparison import compare_task
+from harness.calib.quality.tasks import Task, TaskSettings, read_tasks, run_task
+from harness.calib.quality.text import WINDOWS_BESIDE, Domain, cut_windows, measure_text, num_windows
+from harness.calib.quality.weights import weight_errors
+from harness.checkpoint_record import SENSITIVITY_NAME
+from harness.errors import CapacityError, EngineError, QualityError
+from harness.ledger import gib
+from harness.manifest import EngineManifest, QualityPart, read_manifest, verify_files, write_manifest
+from harness.runtime.config import EngineConfig, ResolvedConfig
+from harness.runtime.engine_process import check_runnable
+from harness.runtime.executor import TOKENS_PER_BLOCK
+from harness.runtime.machine import available_memory_bytes, num_usable_cores
+from harness.runtime.openvino_executor import OpenVinoExecutor
+from harness.runtime.process_backend import ProcessBackend
+from harness.tokenizer import Tokenizer
+
+REPORT_FOLDER = "quality"
+_LONGEST_CONTEXT = 16384  # of tasks: more takes memory and time, and no task asks for it
+_COMPILED_FACTOR = 2.0  # a compiled model beside its file, while both are in memory
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with what is being done, how many steps of it are done, and of how many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What a report is to be made of.
+
+    Args:
+        engine_dir: the engine that is judged.
+        baseline_dir: the engine it is judged by.
+        compared: further engines of the same model for the table, each with its name there.
+        system_prompts: of production, added to those of the suite.
+        full: tasks and speed too, and more text.
+    """
+
+    engine_dir: Path
+    baseline_dir: Path
+    compared: Mapping[str, Path]
+    suite: Suite
+    system_prompts: tuple[str, ...] = ()
+    allow_code_execution: bool = False
+    full: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Engine:
+    path: Path
+    manifest: EngineManifest
+
+
+def measure_quality(plan: Measurement, on_progress: OnProgress) -> QualityReport:
+    """Measure, judge, and put it all together; nothing is written.
+
+    Raises:
+        QualityError: the engines do not compare, or the baseline is no baseline.
+        HarnessError: an engine cannot be run, or the suite is not valid.
+    """
+    started = time.monotonic()
+    engine, baseline = _open(plan.engine_dir), _open(plan.baseline_dir)
+    compared = {name: _open(path) for name, path in plan.compared.items()}
+    for other in (baseline, *compared.values()):
+        _check_comparable(engine, other)
+    tasks = read_tasks(plan.suite) if plan.full else []
+    tokenizer = Tokenizer.from_dir(engine.path)
+    domains = _domains(plan, engine, tokenizer)
+    texts = _measure_texts(baseline, {"": engine, **compared}, domains, on_progress)
+    text = texts.pop("")
+    results = _measure_tasks(plan, tasks, baseline, engine, tokenizer, on_progress)
+    table = _table(plan, (engine, baseline, compared), (text, texts), domains, on_progress)
+    content = plan.suite.content
+    gates = [
+        *judge_inputs(engine.manifest, baseline.manifest),
+        *judge_text([text.overall, *text.domains], content.gates, engine.manifest.model.num_parameters),
+        *judge_tasks(results, content.gates),
+    ]
+    return QualityReport(
+        kind="full" if plan.full else "quick",
+        verdict=worst(gates),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        seconds=time.monotonic() - started,
+        machine=_machine(),
+        versions={"harness": harness.__version__, "openvino": openvino.get_version()},
+        suite=_suite_summary(plan),
+        baseline_is_engine=engine.manifest.engine_id == baseline.manifest.engine_id,
+        gates=gates,
+        table=table,
+        text=text,
+        weights=weight_errors(engine.path, baseline.path, engine.manifest.recipe.layers),
+        sensitivity=_sensitivity(engine.path),
+        tasks=results,
+        notes=_notes(engine.manifest, text, results),
+    )
+
+
+def write_report(report: QualityReport, engine_dir: Path) -> Path:
+    """Write JSON, page and summary into the engine's folder and the verdict into its manifest; returns the page."""
+    folder = engine_dir / REPORT_FOLDER
+    folder.mkdir(exist_ok=True)
+    (folder / "report.json").write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    (folder / "summary.md").write_text(render_summary(report), encoding="utf-8")
+    page = folder / "report.html"
+    page.write_text(render_page(report), encoding="utf-8")
+    baseline = next(row.engine for row in report.table if row.role == "baseline")
+    part = QualityPart(
+        verdict=report.verdict,
+        kind=report.kind,
+        suite_sha256=report.suite.sha256,
+        baseline_engine_id=baseline.engine_id,
+        metrics_version=report.metrics_version,
+        report=page.relative_to(engine_dir).as_posix(),
+    )
+    write_manifest(engine_dir, read_manifest(engine_dir).model_copy(update={"quality": part}))
+    return page
+
+
+def _open(path: Path) -> _Engine:
+    manifest = read_manifest(path)
+    check_runnable(manifest, openvino.get_version())
+    verify_files(path, manifest)
+    return _Engine(path=path, manifest=manifest)
+
+
+def _check_comparable(engine: _Engine, other: _Engine) -> None:
+    for what, ours, theirs in (
+        ("tokenizer", engine.manifest.tokenizer.sha256, other.manifest.tokenizer.sha256),
+        ("vocabulary", engine.manifest.model.vocab_size, other.manifest.model.vocab_size),
+        ("architecture", engine.manifest.model.architecture, other.manifest.model.architecture),
+        ("number of layers", engine.manifest.model.num_layers, other.manifest.model.num_layers),
+    ):
+        if ours != theirs:
+            raise QualityError(
+                f"{engine.path} and {other.path} do not compare: the {what} differs", "give engines of one model"
+            )
+
+
+def _domains(plan: Measurement, engine: _Engine, tokenizer: Tokenizer) -> list[Domain]:
+    text = plan.suite.content.text
+    return cut_windows(
+        plan.suite,
+        tokenizer,
+        text.full if plan.full else text.quick,
+        max_model_len=engine.manifest.max_model_len,
+        calibration_ngrams=load_ngrams(engine.path),
+    )
+
+
+def _measure_texts(
+    baseline: _Engine, others: Mapping[str, _Engine], domains: Sequence[Domain], on_progress: OnProgress
+) -> dict[str, TextResult]:
+    """Layer 1 of each engine beside the baseline, which stays loaded."""
+    total, done = len(others) * num_windows(domains), 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        on_progress("text", done, total)
+
+    on_progress("text", 0, total)
+    largest = max(engine.manifest.weight_bytes() for engine in others.values())
+    _check_memory(baseline.manifest.weight_bytes() + largest)
+    tokens = max(len(window) for domain in domains for window in domain.windows)
+    expected = _load(baseline, tokens)
+    results = {}
+    for name, engine in others.items():
+        results[name] = measure_text(expected, _load(engine, tokens), domains, step)
+    return results
+
+
+def _load(engine: _Engine, window_tokens: int) -> OpenVinoExecutor:
+    blocks = WINDOWS_BESIDE * -(-window_tokens // TOKENS_PER_BLOCK)
+    return OpenVinoExecutor(
+        engine.path,
+        engine.manifest,
+        deterministic=False,
+        kv_cache_bytes=(blocks + 1) * TOKENS_PER_BLOCK * engine.manifest.kv.bytes_per_token["fast"],
+        num_threads=num_usable_cores(),
+    )
+
+
+def _check_memory(weight_bytes: int) -> None:
+    needed, available = int(weight_bytes * _COMPILED_FACTOR), available_memory_bytes()
+    if needed > available:
+        raise CapacityError(
+            f"an engine beside its baseline needs about {gib(needed)}, {gib(available)} of memory is available",
+            "measure on a machine with more, or beside a smaller --baseline, such as the int8 engine",
+        )
+
+
+def _config(engine: _Engine) -> ResolvedConfig:
+    wished = EngineConfig(
+        engine_dir=engine.path, max_model_len=min(engine.manifest.max_model_len, _LONGEST_CONTEXT), max_num_seqs=16
+    )
+    return wished.resolve(engine.manifest, available_bytes=available_memory_bytes(), num_cores=num_usable_cores())
+
+
+def _measure_tasks(
+    plan: Measurement,
+    tasks: Sequence[Task],
+    baseline: _Engine,
+    engine: _Engine,
+    tokenizer: Tokenizer,
+    on_progress: OnProgress,
+) -> list[TaskResult]:
+    total, done = 2 * sum(len(task.items) for task in tasks), 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        on_progress("tasks", done, total)
+
+    answers = {
+        side: asyncio.run(_answers(side_engine, tasks, plan, Tokenizer.from_dir(side_engine.path), step))
+        for side, side_engine in (("baseline", baseline), ("engine", engine))
+        if tasks
+    }
+    return [
+        compare_task(task, before, after)
+        for task, before, after in zip(tasks, answers.get("baseline", []), answers.get("engine", []), strict=True)
+    ]
+
+
+async def _answers(
+    engine: _Engine, tasks: Sequence[Task], plan: Measurement, tokenizer: Tokenizer, on_item: Callable[[], None]
+) -> list[list[Answer]]:
+    """Answers of one engine to all tasks; each engine's conversations go through its own chat template."""
+    config = _config(engine)
+    settings = TaskSettings(
+        decoding=plan.suite.content.decoding,
+        system_prompts=(*plan.suite.system_prompts(), *plan.system_prompts),
+        max_model_len=config.max_model_len,
+        allow_code_execution=plan.allow_code_execution,
+        on_item=on_item,
+    )
+    backend = ProcessBackend(config)
+    await backend.start()
+    try:
+        return [await run_task(backend, tokenizer, task, settings) for task in tasks]
+    finally:
+        await backend.stop()
+
+
+def _table(
+    plan: Measurement,
+    engines: tuple[_Engine, _Engine, Mapping[str, _Engine]],
+    texts: tuple[TextResult, Mapping[str, TextResult]],
+    domains: Sequence[Domain],
+    on_progress: OnProgress,
+) -> list[EngineRow]:
+    engine, baseline, compared = engines
+    text, compared_texts = texts
+    rows: dict[str, tuple[_Engine, TextResult | None]] = {"baseline": (baseline, None), "engine": (engine, text)}
+    rows |= {f"compared {name}": (e, compared_texts[name]) for name, e in compared.items()}
+    speeds = {}
+    if plan.full:
+        total, done = NUM_ROUNDS * len(rows), 0
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            on_progress("speed", done, total)
+
+        prompt = [token for domain in domains for window in domain.windows for token in window][:PROMPT_TOKENS]
+        speeds = measure_speed({key: _config(e) for key, (e, _) in rows.items()}, prompt, step)
+    return [
+        EngineRow(
+            role=key.partition(" ")[0],  # type: ignore[arg-type]
+            engine=_summary(e),
+            perplexity=text.overall.perplexity_baseline if seen is None else seen.overall.perplexity,
+            perplexity_change=None if seen is None else seen.overall.perplexity_change,
+            kl_mean=None if seen is None else seen.overall.kl_mean,
+            top1_agreement=None if seen is None else seen.overall.top1_agreement,
+            speed=speeds.get(key),
+        )
+        for key, (e, seen) in rows.items()
+    ]
+
+
+def _summary(engine: _Engine) -> EngineSummary:
+    manifest = engine.manifest
+    precisions: dict[str, int] = {}
+    for precision in manifest.recipe.layers.values():
+        precisions[precision] = precisions.get(precision, 0) + 1
+    return EngineSummary(
+        name=manifest.model.name,
+        engine_id=manifest.engine_id,
+        path=str(engine.path),
+        arch=manifest.arch,
+        backend=manifest.backend,
+        recipe=manifest.recipe.name,
+        precisions=precisions,
+        calibration=manifest.calibration.describe(),
+        decoder_bits_per_weight=manifest.recipe.decoder_bits_per_weight,
+        bits_per_weight=manifest.recipe.bits_per_weight,
+        weight_bytes=manifest.weight_bytes(),
+        num_parameters=manifest.model.num_parameters,
+    )
+
+
+def _suite_summary(plan: Measurement) -> SuiteSummary:
+    content = plan.suite.content
+    return SuiteSummary(
+        name=content.name,
+        path=str(plan.suite.path),
+        sha256=plan.suite.sha256,
+        decoding=content.decoding.model_dump(),
+        num_system_prompts=len(content.system_prompts) + len(plan.system_prompts),
+        license_notes=[f"{task.name}: {task.source}" for task in content.tasks],
+    )
+
+
+def _sensitivity(engine_dir: Path) -> list[UnitSensitivity]:
+    path = engine_dir / SENSITIVITY_NAME
+    if not path.is_file():
+        return []
+    try:
+        return TypeAdapter(list[UnitSensitivity]).validate_python(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, ValidationError) as error:
+        raise EngineError(f"{path} is not what calibration writes: {error}"[:400], "build the engine again") from None
+
+
+def _machine() -> str:
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):  # not Linux
+        pass
+    return f"{model}, {num_usable_cores()} cores, {gib(psutil.virtual_memory().total)} of memory"
+
+
+def _notes(manifest: EngineManifest, text: TextResult, tasks: Sequence[TaskResult]) -> list[str]:
+    notes = ["Both engines ran in fast mode, as harness-run serves them unless --deterministic is given."]
+    chosen = manifest.calibration.calibration_set
+    if chosen is not None and chosen.is_bundled:
+        notes.append(
+            "The engine was calibrated on the bundled default set, not on traffic of yours: harness-build --calib."
+        )
+    if text.overall.num_overlapping:
+        notes.append(
+            f"{text.overall.num_overlapping} windows of the held-out text were left out: the calibration set holds "
+            "runs of 13 tokens of theirs."
+        )
+    if skipped := [task.name for task in tasks if task.skipped is not None]:
+        notes.append(f"Not run: {', '.join(skipped)}.")
+    return notes

@@ -1,0 +1,41 @@
+"""Where an engine's weights are farthest from its baseline's: the part of a report that points at a layer.
+
+A layer with wrong scales or an expert of zeros shows here by name, while the text tells only that something is wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from harness.calib.quality.report import ModuleError
+from harness.runtime.engine_weights import module_weights
+
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+
+
+def weight_errors(engine_dir: Path, baseline_dir: Path, precisions: Mapping[str, str]) -> list[ModuleError]:
+    """Relative error of every module that both engines hold, in the order of the model.
+
+    `precisions` are the engine's, by module. Of large modules evenly spread rows are compared.
+    """
+    errors = []
+    for (module, weights), (name, expected) in zip(
+        module_weights(engine_dir), module_weights(baseline_dir), strict=True
+    ):
+        assert module == name, "engines of one model list their modules alike"
+        norm = float(np.linalg.norm(expected))
+        distance = float(np.linalg.norm(weights - expected))
+        layer = _LAYER.match(module)
+        errors.append(
+            ModuleError(
+                module=module,
+                layer=int(layer[1]) if layer else None,
+                precision=precisions.get(module, "f16"),
+                relative_error=distance / norm if norm else float(distance > 0),
+            )
+        )
+    return errors
