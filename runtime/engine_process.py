@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import openvino
 import zmq
@@ -53,15 +54,25 @@ def check_runnable(manifest: EngineManifest, installed_openvino: str) -> None:
         )
 
 
+def open_engine(engine_dir: Path) -> EngineManifest:
+    """The manifest of an engine that this runtime can run and whose files are whole.
+
+    Raises:
+        EngineError: it is not such an engine; says why.
+    """
+    manifest = read_manifest(engine_dir)
+    check_runnable(manifest, openvino.get_version())
+    verify_files(engine_dir, manifest)
+    return manifest
+
+
 def load(config: ResolvedConfig) -> EngineCore:
     """Check and load the engine of `config`, and run a few tokens through it.
 
     Raises:
         HarnessError: it cannot be run; says why.
     """
-    manifest = read_manifest(config.engine_dir)
-    check_runnable(manifest, openvino.get_version())
-    verify_files(config.engine_dir, manifest)
+    manifest = open_engine(config.engine_dir)
     executor = OpenVinoExecutor(
         config.engine_dir,
         manifest,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,15 @@ class Done:
             assert word in self.err, self.err
 
 
+def without_report(arguments: Sequence[str | Path]) -> list[str]:
+    """The arguments of a build, which makes no quality report unless the test asks for one: that takes a while."""
+    given = list(map(str, arguments))
+    is_build = "--model" in given or "--checkpoint" in given
+    return [*given, "--report", "none"] if is_build and "--report" not in given else given
+
+
 def process(*arguments: str | Path, cwd: Path, code: str = RUN, **options: Any) -> Done:
     """Runs `harness-build` as a process of its own."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
+    command = [sys.executable, "-c", code, *without_report(arguments)]
     done = subprocess.run(command, cwd=cwd, capture_output=True, timeout=600, check=False, **options)
     return Done(code=done.returncode, out=os.fsdecode(done.stdout), err=done.stderr.decode())

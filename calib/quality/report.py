@@ -6,9 +6,12 @@ Changes and shares are fractions (0.01 is 1 %), divergences are nats a token, ti
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from harness.errors import EngineError
 
 SCHEMA_VERSION = 1
 METRICS_VERSION = 1
@@ -228,3 +231,17 @@ class QualityReport(_Part):
     sensitivity: list[UnitSensitivity]
     tasks: list[TaskResult]
     notes: list[str]
+
+
+def read_sensitivity(path: Path) -> list[UnitSensitivity]:
+    """What calibration wrote beside a checkpoint; nothing where its recipe was not searched.
+
+    Raises:
+        EngineError: the file is not what calibration writes.
+    """
+    if not path.is_file():
+        return []
+    try:
+        return TypeAdapter(list[UnitSensitivity]).validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise EngineError(f"{path} is not what calibration writes: {error}"[:400], "build the engine again") from None

@@ -7,7 +7,6 @@ limits and presentation are the other modules'.
 from __future__ import annotations
 
 import asyncio
-import json
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-import openvino
 import psutil
-from pydantic import TypeAdapter, ValidationError
 
 import harness
 from harness.calib.overlap import load_ngrams
@@ -31,7 +28,7 @@ from harness.calib.quality.report import (
     SuiteSummary,
     TaskResult,
     TextResult,
-    UnitSensitivity,
+    read_sensitivity,
 )
 from harness.calib.quality.speed import NUM_ROUNDS, PROMPT_TOKENS, measure_speed
 from harness.calib.quality.suite import Suite
@@ -41,11 +38,11 @@ from harness.calib.quality.tasks import Task, TaskSettings, read_tasks, run_task
 from harness.calib.quality.text import WINDOWS_BESIDE, Domain, cut_windows, measure_text, num_windows
 from harness.calib.quality.weights import weight_errors
 from harness.checkpoint_record import SENSITIVITY_NAME
-from harness.errors import CapacityError, EngineError, QualityError
+from harness.errors import CapacityError, QualityError
 from harness.ledger import gib
-from harness.manifest import EngineManifest, QualityPart, read_manifest, verify_files, write_manifest
+from harness.manifest import EngineManifest, QualityPart, read_manifest, write_manifest
 from harness.runtime.config import EngineConfig, ResolvedConfig
-from harness.runtime.engine_process import check_runnable
+from harness.runtime.engine_process import open_engine
 from harness.runtime.executor import TOKENS_PER_BLOCK
 from harness.runtime.machine import available_memory_bytes, num_usable_cores
 from harness.runtime.openvino_executor import OpenVinoExecutor
@@ -118,14 +115,14 @@ def measure_quality(plan: Measurement, on_progress: OnProgress) -> QualityReport
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         seconds=time.monotonic() - started,
         machine=_machine(),
-        versions={"harness": harness.__version__, "openvino": openvino.get_version()},
+        versions={"harness": harness.__version__, "openvino": engine.manifest.versions["openvino"]},
         suite=_suite_summary(plan),
         baseline_is_engine=engine.manifest.engine_id == baseline.manifest.engine_id,
         gates=gates,
         table=table,
         text=text,
         weights=weight_errors(engine.path, baseline.path, engine.manifest.recipe.layers),
-        sensitivity=_sensitivity(engine.path),
+        sensitivity=read_sensitivity(engine.path / SENSITIVITY_NAME),
         tasks=results,
         notes=_notes(engine.manifest, text, results),
     )
@@ -153,10 +150,7 @@ def write_report(report: QualityReport, engine_dir: Path) -> Path:
 
 
 def _open(path: Path) -> _Engine:
-    manifest = read_manifest(path)
-    check_runnable(manifest, openvino.get_version())
-    verify_files(path, manifest)
-    return _Engine(path=path, manifest=manifest)
+    return _Engine(path=path, manifest=open_engine(path))
 
 
 def _check_comparable(engine: _Engine, other: _Engine) -> None:
@@ -345,16 +339,6 @@ def _suite_summary(plan: Measurement) -> SuiteSummary:
         num_system_prompts=len(content.system_prompts) + len(plan.system_prompts),
         license_notes=[f"{task.name}: {task.source}" for task in content.tasks],
     )
-
-
-def _sensitivity(engine_dir: Path) -> list[UnitSensitivity]:
-    path = engine_dir / SENSITIVITY_NAME
-    if not path.is_file():
-        return []
-    try:
-        return TypeAdapter(list[UnitSensitivity]).validate_python(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, ValidationError) as error:
-        raise EngineError(f"{path} is not what calibration writes: {error}"[:400], "build the engine again") from None
 
 
 def _machine() -> str:

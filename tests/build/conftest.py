@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cli_process import Done
+from cli_process import Done, without_report
 
 from harness.build.cli import main
 from harness.build.cpu_engine import build_cpu_engine
@@ -61,7 +61,7 @@ def build(
     on_term = signal.getsignal(signal.SIGTERM)
 
     def run(*arguments: str | Path) -> Done:
-        monkeypatch.setattr(sys, "argv", ["harness-build", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["harness-build", *without_report(arguments)])
         with pytest.raises(SystemExit) as ended:
             main()
         seen = capsys.readouterr()

@@ -381,7 +381,7 @@ def test_inspect(engine: Path, build: Callable[..., Done]) -> None:
     edit_json("manifest.json", model=manifest.model.model_dump() | {"name": "[/x] [red]"})(engine)
     done = build("inspect", "--engine", "e")
     assert done.code == 0, done.err
-    for words in ("[/x] [red]", "LlamaForCausalLM", "16 x int8", "128 tokens", manifest.engine_id, "lowering 1"):
+    for words in ("[/x] [red]", "LlamaForCausalLM", "16 x int8", "128 tokens", manifest.engine_id, "lowering 2"):
         assert words in done.out
 
 
@@ -441,7 +441,7 @@ def test_what_a_killed_build_left_is_removed_by_the_next(
 
 
 def test_two_builds_of_one_engine_at_once(model: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RUN, "--no-calib", "--model", "tiny"]
+    command = [sys.executable, "-c", RUN, "--no-calib", "--model", "tiny", "--report", "none"]
     both = [subprocess.Popen(command, cwd=tmp_path, stdout=-1, stderr=-1, text=True) for _ in range(2)]
     said = [running.communicate(timeout=60) for running in both]
     assert [running.returncode for running in both] == [0, 0], said
