@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,8 +150,8 @@ def test_a_loss_that_nothing_keeps_is_refused_after_the_highest(llama: Path, mon
     made = CheckpointMaker.make
     bits = []
 
-    def worse(maker: CheckpointMaker, chosen: Recipe) -> Made:
-        done = made(maker, chosen)
+    def worse(maker: CheckpointMaker, chosen: Recipe, sensitivity: Sequence[Mapping[str, object]]) -> Made:
+        done = made(maker, chosen, sensitivity)
         bits.append(read_record(done.folder).recipe.decoder_bits_per_weight)
         return replace(done, loss=done.loss.model_copy(update={"perplexity_after": 2 * done.loss.perplexity_before}))
 
