@@ -28,6 +28,7 @@ _MODEL_TYPES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
 }
+_RUNS_PER_TRIM = 16  # the heap grows by megabytes a run and would keep them
 _HEAD_ROWS = 1 << 14  # rows of the output matrix held at a time
 
 
@@ -135,6 +136,7 @@ class StreamedDecoder:
         self.source = source
         self.spec: ModelSpec = source.spec
         self.device = device
+        self._num_runs = 0
         fields = {k: v for k, v in source.config.items() if k not in ("model_type", "quantization_config", "dtype")}
         config = AutoConfig.for_model(_MODEL_TYPES[self.spec.architecture], **fields)
         with torch.device("meta"):
@@ -189,6 +191,9 @@ class StreamedDecoder:
     @torch.no_grad()
     def run(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """One loaded layer over one sequence `(1, tokens, hidden)` from position 0; causal."""
+        self._num_runs += 1
+        if self._num_runs % _RUNS_PER_TRIM == 0:
+            _give_back_memory()
         positions = torch.arange(hidden.shape[1], device=self.device)[None]
         return layer(  # type: ignore[no-any-return]
             hidden,

@@ -163,7 +163,7 @@ def server(
         prefix_cache=not no_prefix_cache,
     )
     manifest, resolved = _resolve(config)
-    _check_quality(config.engine_dir, manifest, allow_failed=allow_failed_quality)
+    check_quality(config.engine_dir, manifest, allow_failed=allow_failed_quality)
     model = served_model_name or manifest.model.name
     tokenizer = Tokenizer.from_dir(config.engine_dir)
     with listen(host, port) as sock:
@@ -259,7 +259,12 @@ def _resolve(config: EngineConfig) -> tuple[EngineManifest, ResolvedConfig]:
     return manifest, config.resolve(manifest, available_bytes=available, num_cores=num_usable_cores())
 
 
-def _check_quality(engine_dir: Path, manifest: EngineManifest, *, allow_failed: bool) -> None:
+def check_quality(engine_dir: Path, manifest: EngineManifest, *, allow_failed: bool) -> None:
+    """Warn of an engine that was not measured, and refuse one that failed.
+
+    Raises:
+        EngineError: it failed a gate, and that is not allowed.
+    """
     verdict = manifest.quality.verdict
     if verdict == "not_run":
         again = f"harness-build quality --engine {engine_dir} --baseline MODEL"

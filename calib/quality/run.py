@@ -30,7 +30,7 @@ from harness.calib.quality.report import (
     TextResult,
     read_sensitivity,
 )
-from harness.calib.quality.speed import NUM_ROUNDS, PROMPT_TOKENS, measure_speed
+from harness.calib.quality.speed import measure_speed
 from harness.calib.quality.suite import Suite
 from harness.calib.quality.summary import render_summary
 from harness.calib.quality.task_comparison import compare_task
@@ -285,15 +285,16 @@ def _table(
     rows |= {f"compared {name}": (e, compared_texts[name]) for name, e in compared.items()}
     speeds = {}
     if plan.full:
-        total, done = NUM_ROUNDS * len(rows), 0
+        wanted = plan.suite.content.speed
+        total, done = wanted.rounds * len(rows), 0
 
         def step() -> None:
             nonlocal done
             done += 1
             on_progress("speed", done, total)
 
-        prompt = [token for domain in domains for window in domain.windows for token in window][:PROMPT_TOKENS]
-        speeds = measure_speed({key: _config(e) for key, (e, _) in rows.items()}, prompt, step)
+        prompt = [token for domain in domains for window in domain.windows for token in window]
+        speeds = measure_speed({key: _config(e) for key, (e, _) in rows.items()}, prompt, wanted, step)
     return [
         EngineRow(
             role=key.partition(" ")[0],  # type: ignore[arg-type]

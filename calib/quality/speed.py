@@ -15,12 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from harness.calib.quality.report import SpeedResult, Spread
+from harness.calib.quality.suite import Speed
 from harness.runtime.config import ResolvedConfig
 from harness.runtime.process_backend import ProcessBackend
 from harness.runtime.request import Request, SamplingParams
-
-PROMPT_TOKENS, GENERATED_TOKENS = 512, 256
-NUM_ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +32,21 @@ class _Round:
 def measure_speed(
     configs: Mapping[str, ResolvedConfig],
     prompt: Sequence[int],
+    wanted: Speed,
     on_round: Callable[[], None] = lambda: None,
 ) -> dict[str, SpeedResult]:
     """Speed of each engine by the keys of `configs`, on one prompt, cut to fit the shortest context.
+
+    `on_round` is called after each round of each engine.
 
     Raises:
         HarnessError: an engine cannot be loaded, or died.
     """
     shortest = min(config.max_model_len for config in configs.values())
-    num_generated = min(GENERATED_TOKENS, shortest // 3)
-    prompt = list(prompt[: min(PROMPT_TOKENS, shortest - num_generated)])
+    num_generated = min(wanted.generated_tokens, shortest // 3)
+    prompt = list(prompt[: min(wanted.prompt_tokens, shortest - num_generated)])
     rounds: dict[str, list[_Round]] = {name: [] for name in configs}
-    for _ in range(NUM_ROUNDS):
+    for _ in range(wanted.rounds):
         for name, config in configs.items():
             rounds[name].append(asyncio.run(_measure(config, prompt, num_generated)))
             on_round()

@@ -102,6 +102,14 @@ class Decoding(_Part):
     max_reasoning_tokens: Annotated[int, Field(ge=0, le=1 << 16)] = 0
 
 
+class Speed(_Part):
+    """What speed is measured on: one prompt, and as many tokens after it."""
+
+    prompt_tokens: Annotated[int, Field(ge=16, le=65536)] = 512
+    generated_tokens: Annotated[int, Field(ge=2, le=65536)] = 256
+    rounds: Annotated[int, Field(ge=1, le=100)] = 3
+
+
 class SuiteFile(_Part):
     """All of a suite's YAML file."""
 
@@ -110,6 +118,7 @@ class SuiteFile(_Part):
     gates: Gates
     text: Text
     decoding: Decoding = Decoding()
+    speed: Speed = Speed()
     system_prompts: list[str] = []  # files
     tasks: list[TaskEntry] = []
 
