@@ -270,8 +270,9 @@ def check_quality(engine_dir: Path, manifest: EngineManifest, *, allow_failed: b
         again = f"harness-build quality --engine {engine_dir} --baseline MODEL"
         typer.echo(f"warning: no quality report says whether this engine may ship; make one with: {again}", err=True)
     elif verdict == "fail" and not allow_failed:
+        report = engine_dir / (manifest.quality.report or "")
         raise EngineError(
-            f"engine {manifest.engine_id} failed its quality report: see {engine_dir / (manifest.quality.report or '')}",
+            f"engine {manifest.engine_id} failed its quality report: see {report}",
             "build it with a higher precision, or serve it all the same with --allow-failed-quality",
         )
     elif verdict == "fail":
