@@ -61,9 +61,7 @@ def test_positions_that_are_not_finite_are_named() -> None:
     ],
 )
 def test_each_gate_has_its_place(gate: str, where: str, anchor: str) -> None:
-    result = GateResult(
-        gate=gate, where=where, value=0, interval=None, warn=None, fail=None, verdict="fail", reason=""
-    )
+    result = GateResult(gate=gate, where=where, value=0, interval=None, warn=None, fail=None, verdict="fail", reason="")
     assert anchor_of(full_report(5), result) == anchor
 
 

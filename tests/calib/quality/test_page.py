@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import math
 import re
 from collections import Counter
@@ -17,10 +18,11 @@ from harness.calib.quality.report import QualityReport, TaskItem
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 # What users, files and models may put into a report.
 FREE_TEXT = frozenset(
-    ("name path machine arch backend recipe calibration engine_id domain where reason remark prompt expected answer id")
-    .replace("answer", "answer answer_baseline")
-    .split()
-    + ["description", "source", "scorer", "module", "precision", "unit", "chosen", "created"]
+    [
+        *("name", "path", "machine", "arch", "backend", "recipe", "calibration", "engine_id", "domain", "where"),
+        *("reason", "description", "source", "scorer", "id", "prompt", "expected", "answer", "answer_baseline"),
+        *("remark", "module", "precision", "unit", "chosen", "notes", "license_notes"),
+    ]
 )
 HOSTILE = "</title></style></script><img src=x onerror=alert(1)>\"'&\x00\x1b[31m\u202eevil\u2066\u200b{{7*7}}"
 
@@ -66,7 +68,7 @@ def with_texts(report: QualityReport, suffix: str) -> QualityReport:
             return {k: add(v, k) for k, v in value.items()}
         if isinstance(value, list):
             return [add(v, key) for v in value]
-        return value + suffix if isinstance(value, str) and key in FREE_TEXT | {"notes", "license_notes"} else value
+        return value + suffix if isinstance(value, str) and key in FREE_TEXT else value
 
     return QualityReport.model_validate(add(report.model_dump(), ""))
 
@@ -113,7 +115,7 @@ def test_page_can_be_read_without_seeing_it(html: str) -> None:
             assert "aria-hidden" in attributes or (attributes["role"] == "img" and attributes["aria-labelledby"])
     headings = [int(tag[1]) for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)]
     assert headings.count(1) == 1
-    assert all(after <= before + 1 for before, after in zip(headings, headings[1:], strict=False))
+    assert all(after <= before + 1 for before, after in itertools.pairwise(headings))
 
 
 def test_texts_of_others_stay_text() -> None:
@@ -157,11 +159,11 @@ def test_a_failed_gate_leads_to_what_it_looked_at() -> None:
 
 
 def test_hundreds_of_experts_are_one_mark_a_layer() -> None:
-    html = render_page(full_report(61, 256))
-    assert len(html) < 400_000
+    html = render_page(full_report(30, 64))
+    assert len(html) < 250_000
     start = html.index(">mlp.experts.*.down_proj</title>")
     panel = html[start : html.index("</svg>", start)]
-    assert panel.count('class="mark') == 60  # layer 0 is dense
+    assert panel.count('class="mark') == 29  # layer 0 is dense
 
 
 def test_default_calibration_set_is_labelled() -> None:
@@ -174,9 +176,11 @@ def test_default_calibration_set_is_labelled() -> None:
 def test_any_figure_can_be_shown(value: float) -> None:
     """A broken engine gives figures that no plot was made for."""
 
+    settings = ("seconds", "warn", "fail")
+
     def put(part: Any) -> Any:
         if isinstance(part, dict):
-            return {k: v if k == "seconds" or "score" in k else put(v) for k, v in part.items()}
+            return {k: v if k in settings or "score" in k or "bits" in k else put(v) for k, v in part.items()}
         if isinstance(part, list):
             return [put(v) for v in part]
         return value if isinstance(part, float) else part
@@ -209,7 +213,9 @@ def test_what_differs_is_marked(answer: str, other: str, marked: str) -> None:
 def test_colours_can_be_told_from_their_background() -> None:
     """WCAG 2.2: 4.5 for text, 3 for marks of plots, in both schemes."""
     css = re.findall(r"<style>(.*?)</style>", render_page(quick_report(5)), flags=re.DOTALL)[0]
-    schemes = [dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", block)) for block in re.findall(r":root \{(.*?)\}", css, re.S)]
+    schemes = [
+        dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", block)) for block in re.findall(r":root \{(.*?)\}", css, re.S)
+    ]
     assert len(schemes) == 2
     for colours in schemes:
         for ink in ("fg", "muted", "link", "pass", "warn", "fail"):

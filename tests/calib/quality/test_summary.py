@@ -57,9 +57,9 @@ def test_names_are_no_markup() -> None:
         report.model_copy(update={"table": [report.table[0], row.model_copy(update={"engine": engine})]})
     )
     assert "# <img" in summary
-    outside = re.sub(r"`[^`]*`", "", summary)
+    outside = re.sub(r"`[^`]*`", "", re.sub(r"\\.", "", summary))
     assert "<img" not in outside
-    assert not re.search(r"(?<!\\)[@\[]", outside)
+    assert not re.search(r"[@\[]", outside)
     assert "\x1b" not in summary
     assert len(re.findall(r"^#", summary, flags=re.MULTILINE)) == 1
     (table,) = tables(summary)

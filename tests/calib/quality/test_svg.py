@@ -31,7 +31,7 @@ def test_shapes_are_told_apart() -> None:
 
 def test_texts_are_escaped() -> None:
     drawn = svg.figure("p", "<b>", "</svg>", 10, [svg.text(0, 0, "<i>\x00"), svg.mark(0, 0, "disc", "</title><u>")])
-    assert "<title id=\"p-title\">&lt;b&gt;</title>" in drawn
+    assert '<title id="p-title">&lt;b&gt;</title>' in drawn
     assert "&lt;i&gt;␀" in drawn
     assert "</title><u>" not in drawn
     assert drawn.count("</svg>") == 1
