@@ -154,11 +154,13 @@ def quality_against_size(rows: Sequence[EngineRow]) -> Markup:
         parts.append(svg.line(at, top, at, bottom, "warn"))
         parts.append(svg.text(at - 5, bottom - 6, "baseline", anchor="end"))
     taken: list[float] = []
-    for row, kl in sorted(measured, key=lambda each: -each[1].value):
+    middle = (top + bottom) / 2
+    # from the outside in, so that a name that is in the way of another moves inwards
+    for row, kl in sorted(measured, key=lambda each: -abs(y(each[1].value) - middle)):
         at, level = x(row.engine.bits_per_weight), y(kl.value)
         label = level + 4
         while any(abs(label - other) < 13 for other in taken):
-            label += 13 - min(abs(label - other) for other in taken)
+            label += 1 if level < middle else -1
         taken.append(label)
         said = f"{row.engine.recipe}: {row.engine.bits_per_weight:.2f} bits, {nats(kl.value)}"
         to_left = at > (LEFT + RIGHT) / 2
