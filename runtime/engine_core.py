@@ -58,7 +58,7 @@ class EngineCore:
             return []
         scheduled = self._scheduler.schedule()
         logits = self._executor.execute(scheduled).logits
-        sampled = sample(logits, self._scheduler.sampled_sequences(scheduled))
+        sampled = sample(logits, self._scheduler.logit_rows(scheduled))
         return self._scheduler.update(scheduled, sampled)
 
     def stats(self) -> BackendStats:

@@ -21,7 +21,7 @@ class ScheduledSequence:
 
     Tokens `num_computed_tokens .. num_computed_tokens + len(token_ids)` of the sequence are computed; the KV of all
     earlier ones lies in `block_table`, which also has room for the new ones. `logit_positions` are offsets into
-    `token_ids` whose logits are wanted, ascending; empty in the middle of a prefill.
+    `token_ids` whose logits are wanted, ascending; empty in the middle of a prefill that nobody wants to see.
     """
 
     request_id: str

@@ -30,10 +30,10 @@ class PrefixCache:
     def find(self, sequence: Sequence) -> list[int]:
         """Blocks of the longest known prefix, `[]` for none. They are not yet held.
 
-        At least one token is left to compute, because its logits are wanted: of a sequence that is known to its very
-        end the last block is computed again.
+        Tokens whose logits are wanted are left to compute, one at least: of a sequence that is known to its very end
+        the last block is computed again.
         """
-        num_blocks = (sequence.num_tokens - 1) // TOKENS_PER_BLOCK
+        num_blocks = sequence.first_logit_position // TOKENS_PER_BLOCK
         _hash_blocks(sequence, num_blocks)
         block_ids: list[int] = []
         for digest in sequence.block_digests[:num_blocks]:

@@ -24,7 +24,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch that filter off. Penalties as OpenAI defines them
     (presence, frequency: over generated tokens) and as CTRL does (repetition, arXiv 1909.05858: over prompt and
-    generated tokens). `logprobs` is the number of alternatives reported beside the chosen token, None for no report.
+    generated tokens). `logprobs` is the number of alternatives reported beside the chosen token, None for no report;
+    `prompt_logprobs` the same for the prompt's tokens. `max_tokens` may be 0 with it: the prompt alone is scored.
 
     Raises:
         ValueError: a value out of range; names the field, the value seen and the values allowed.
@@ -42,9 +43,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _check("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0, 2**31 - 1)
         _check("temperature", self.temperature, 0.0, 2.0)
         _check("top_p", self.top_p, 0.0, 1.0, above_low=True)
         _check("top_k", self.top_k, 0, 2**31 - 1)
@@ -56,6 +58,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
             _check("logprobs", self.logprobs, 0, 20)
+        if self.prompt_logprobs is not None:
+            _check("prompt_logprobs", self.prompt_logprobs, 0, 20)
 
 
 def _check(name: str, value: float, low: float, high: float, *, above_low: bool = False) -> None:
@@ -78,7 +82,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probability of a chosen token, and the `top` alternatives as `(token_id, logprob)`, best first."""
+    """Log-probability of a chosen or given token, and the `top` alternatives as `(token_id, logprob)`, best first."""
 
     logprob: float
     top: list[tuple[int, float]]
@@ -88,12 +92,14 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one request. The last chunk carries `finish_reason`, and `error` where that is ERROR.
 
     `num_cached_tokens` is how many prompt tokens were taken from the prefix cache. A stop token is not in `token_ids`
-    unless the request asked to ignore end of sequence.
+    unless the request asked to ignore end of sequence. `prompt_logprobs` comes with the first chunk of a request that
+    asked for it, an entry a prompt token; the first token's is None, since nothing stands before it.
     """
 
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None

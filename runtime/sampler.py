@@ -7,6 +7,8 @@ from Philox, a counter-based generator (Salmon et al., SC 2011).
 Greedy rows cost one `argmax` for all of them. The others are worked on one at a time, vectorised over the vocabulary:
 a row of 150k logits stays in cache that way, and a batch of them does not.
 
+Rows of a prompt that is reported on are scored instead: their token is given.
+
 Owns no state: what grows with a request lies in its `Sequence`.
 """
 
@@ -20,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.runtime.request import SamplingParams, TokenLogprob
-from harness.runtime.sequence import Sequence, TokenCounts
+from harness.runtime.sequence import LogitRow, Sequence, TokenCounts
 
 _Floats = npt.NDArray[np.float32]
 _Ids = npt.NDArray[np.int64]
@@ -32,32 +34,33 @@ _LOGIT_LIMIT = 1e30  # keeps extreme penalties finite
 
 @dataclass(frozen=True, kw_only=True)
 class SampledToken:
-    """A chosen token, and its log-probability where the request asks for it."""
+    """A chosen or given token, and its log-probability where the request asks for it."""
 
     token_id: int
     logprob: TokenLogprob | None = None
 
 
-def sample(logits: _Floats, sequences: Rows[Sequence]) -> list[SampledToken | None]:
-    """Choose the next token of each sequence.
+def sample(logits: _Floats, rows: Rows[LogitRow]) -> list[SampledToken | None]:
+    """Choose the token that follows each row, or score the one that is given.
 
     Args:
-        logits: `(num_sequences, vocab_size)`, not changed.
-        sequences: whose rows they are.
+        logits: `(num_rows, vocab_size)`, not changed.
+        rows: what each is for.
 
     Returns:
-        One entry a sequence; None where its row holds a value that is not finite.
+        One entry a row; None where it holds a value that is not finite.
     """
     best = logits.argmax(axis=1).tolist()
     # Extreme logits, penalties or temperatures overflow to a weight of zero, as they should.
     with np.errstate(over="ignore"):
-        return [
-            _sample_row(row, best[i], sequences[i]) if np.isfinite(row).all() else None for i, row in enumerate(logits)
-        ]
+        return [_sample_row(row, best[i], *rows[i]) if np.isfinite(row).all() else None for i, row in enumerate(logits)]
 
 
-def _sample_row(logits: _Floats, best: int, sequence: Sequence) -> SampledToken:
+def _sample_row(logits: _Floats, best: int, sequence: Sequence, prompt_token_id: int | None) -> SampledToken:
     sampling = sequence.request.sampling
+    if prompt_token_id is not None:
+        scored = _logprob(logits, prompt_token_id, sampling.prompt_logprobs or 0)
+        return SampledToken(token_id=prompt_token_id, logprob=scored)
     penalized = logits
     if sequence.token_counts is not None:
         penalized = _penalize(logits, sequence.token_counts, sampling)

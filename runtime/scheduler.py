@@ -11,8 +11,9 @@ batching, chunked prefill and the return after a preemption all follow from this
 What always holds (`check_integrity` asserts it):
 - Running and then waiting sequences stand in order of arrival. Preemption takes the newest running one back to the head
   of the queue, so the oldest request advances in every step and there is no livelock.
-- All running sequences but the newest have one token to compute: nobody starts behind a prefill that the budget cut.
+- All running sequences but the newest have one token to compute: nobody starts behind a prefill that was cut.
 - A prefill is cut on a block boundary only, since 8-bit KV depends on how a block was filled.
+- Where log-probabilities of the prompt are wanted, no token of it goes by without its own, and none is reported twice.
 
 Owns the queue, the running sequences and their block tables. Knows no model, no text and no clock.
 
@@ -27,6 +28,7 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from itertools import islice
 
 from harness.errors import OverloadedError, RequestError
 from harness.runtime.backend import BackendStats
@@ -35,9 +37,12 @@ from harness.runtime.executor import TOKENS_PER_BLOCK, ScheduledSequence, Schedu
 from harness.runtime.prefix_cache import PrefixCache
 from harness.runtime.request import FinishReason, Request, TokenChunk
 from harness.runtime.sampler import SampledToken
-from harness.runtime.sequence import Sequence
+from harness.runtime.sequence import LogitRow, Sequence
 
 _decisions = logging.getLogger("harness.decisions")
+
+# Rows of logits that prompts may take in one step, in whole blocks: one of a vocabulary of 150k is 600 kB.
+MAX_PROMPT_LOGITS = 4 * TOKENS_PER_BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +99,7 @@ class Scheduler:
         self._num_steps = 0
         self._num_preemptions = 0
         self._num_prompt_tokens = 0
+        self._num_prefix_query_tokens = 0
         self._num_prefix_hit_tokens = 0
         self._num_generated_tokens = 0
 
@@ -141,7 +147,8 @@ class Scheduler:
         scheduled: list[ScheduledSequence] = []
         # Preemption shortens the list behind the sequence at hand, so nothing scheduled above is taken back.
         for sequence in self._running:
-            num_tokens = _num_tokens_within(budget, sequence.num_tokens - sequence.num_computed_tokens)
+            limit = _limit(sequence, budget, scheduled)
+            num_tokens = _num_tokens_within(limit, sequence.num_tokens - sequence.num_computed_tokens)
             if not self._grow(sequence, num_tokens):
                 break
             scheduled.append(sequence.part(num_tokens))
@@ -149,9 +156,9 @@ class Scheduler:
         while (
             self._waiting
             and len(self._running) < self._config.max_num_seqs
-            and (not scheduled or scheduled[-1].logit_positions)
+            and (not scheduled or self._reaches_the_end(scheduled[-1]))
         ):
-            num_tokens = self._admit(self._waiting[0], budget)
+            num_tokens = self._admit(self._waiting[0], _limit(self._waiting[0], budget, scheduled))
             if num_tokens == 0:
                 break
             scheduled.append(self._running[-1].part(num_tokens))
@@ -165,16 +172,16 @@ class Scheduler:
         )
         return output
 
-    def sampled_sequences(self, output: SchedulerOutput) -> list[Sequence]:
-        """The sequences that take a new token from this step, in the order of its rows of logits."""
-        return [self._sequences[part.request_id] for part in output.sequences if part.logit_positions]
+    def logit_rows(self, output: SchedulerOutput) -> list[LogitRow]:
+        """What the rows of logits of this step are for, in their order."""
+        return [row for part in output.sequences for row in self._sequences[part.request_id].logit_rows(part)]
 
     def update(self, output: SchedulerOutput, sampled: Rows[SampledToken | None]) -> list[TokenChunk]:
         """Account for a completed step: its KV can be found from now on, its tokens are delivered.
 
         Args:
             output: what was computed.
-            sampled: one entry for each of `sampled_sequences(output)`; None ends its request with ERROR.
+            sampled: one entry for each of `logit_rows(output)`; None ends its request with ERROR.
 
         Returns:
             A chunk for each sequence that took a token or ended.
@@ -186,8 +193,9 @@ class Scheduler:
             sequence.num_computed_tokens += len(part.token_ids)
             if self._prefix_cache is not None:
                 self._prefix_cache.publish(sequence, part.num_computed_tokens // TOKENS_PER_BLOCK)
-            if part.logit_positions:
-                chunks.append(self._deliver(sequence, next(rows)))
+            chunk = self._deliver(sequence, list(islice(rows, len(part.logit_positions))))
+            if chunk is not None:
+                chunks.append(chunk)
         self._num_steps += 1
         return chunks
 
@@ -199,7 +207,7 @@ class Scheduler:
             num_blocks=self._pool.num_blocks,
             num_free_blocks=self._pool.num_free,
             num_cached_blocks=self._pool.num_published,
-            prefix_query_tokens_total=0 if self._prefix_cache is None else self._num_prompt_tokens,
+            prefix_query_tokens_total=self._num_prefix_query_tokens,
             prefix_hit_tokens_total=self._num_prefix_hit_tokens,
             evictions_total=self._pool.num_evictions,
             preemptions_total=self._num_preemptions,
@@ -222,6 +230,7 @@ class Scheduler:
         for sequence in self._running:
             num_computed, num_tokens = sequence.num_computed_tokens, sequence.num_tokens
             assert num_computed < num_tokens <= self._max_model_len
+            assert num_computed <= sequence.first_logit_position, "a prompt token was computed and not reported"
             assert num_blocks_for(num_computed) <= len(sequence.block_table) <= num_blocks_for(num_tokens)
             assert num_computed == num_tokens - 1 or (
                 sequence is self._running[-1] and num_computed % TOKENS_PER_BLOCK == 0
@@ -266,6 +275,8 @@ class Scheduler:
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = num_found_tokens
             self._num_prompt_tokens += sequence.num_tokens
+            if self._prefix_cache is not None and not sequence.wants_prompt_logprobs:
+                self._num_prefix_query_tokens += sequence.num_tokens
             self._num_prefix_hit_tokens += num_found_tokens
         _decisions.debug(
             "KV_CACHE request=%s hit_tokens=%d of=%d",
@@ -295,23 +306,41 @@ class Scheduler:
         _decisions.debug("PREEMPT request=%s", sequence.request.request_id)
         return sequence
 
-    def _deliver(self, sequence: Sequence, sampled: SampledToken | None) -> TokenChunk:
-        if sampled is None:
-            # The KV behind such logits is not to be trusted, so nobody may find it.
-            self._pool.forget(sequence.block_table)
+    def _reaches_the_end(self, part: ScheduledSequence) -> bool:
+        return part.num_computed_tokens + len(part.token_ids) == self._sequences[part.request_id].num_tokens
+
+    def _deliver(self, sequence: Sequence, results: list[SampledToken | None]) -> TokenChunk | None:
+        """Take the results of its rows in this step: scores of prompt tokens first, then the next token."""
+        for result in results:
+            if result is None:
+                # The KV behind such logits is not to be trusted, so nobody may find it.
+                self._pool.forget(sequence.block_table)
+                self._remove(sequence)
+                error = f"the logits of token {sequence.first_logit_position + 1} are not finite"
+                return sequence.chunk([], finish_reason=FinishReason.ERROR, error=error)
+            if sequence.prompt_logprobs is None or not sequence.wants_prompt_logprobs:
+                return self._append(sequence, result)
+            sequence.prompt_logprobs.append(result.logprob)
+        return None
+
+    def _append(self, sequence: Sequence, sampled: SampledToken) -> TokenChunk:
+        report = sequence.prompt_logprobs if sequence.num_generated_tokens == 0 else None
+        is_scored_only = sequence.max_tokens == 0
+        if is_scored_only or sampled.token_id in sequence.stop_token_ids:
             self._remove(sequence)
-            error = f"the logits of token {sequence.num_tokens} are not finite"
-            return sequence.chunk([], finish_reason=FinishReason.ERROR, error=error)
-        if sampled.token_id in sequence.stop_token_ids:
-            self._remove(sequence)
-            return sequence.chunk([], finish_reason=FinishReason.STOP)
+            reason = FinishReason.LENGTH if is_scored_only else FinishReason.STOP
+            return sequence.chunk([], prompt_logprobs=report, finish_reason=reason)
         sequence.append(sampled.token_id)
         self._num_generated_tokens += 1
         is_full = sequence.num_generated_tokens == sequence.max_tokens
         if is_full:
             self._remove(sequence)
-        finish_reason = FinishReason.LENGTH if is_full else None
-        return sequence.chunk([sampled.token_id], logprob=sampled.logprob, finish_reason=finish_reason)
+        return sequence.chunk(
+            [sampled.token_id],
+            logprob=sampled.logprob,
+            prompt_logprobs=report,
+            finish_reason=FinishReason.LENGTH if is_full else None,
+        )
 
     def _remove(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request.request_id]
@@ -320,6 +349,15 @@ class Scheduler:
             self._pool.release(sequence.block_table)
         else:
             self._waiting.remove(sequence)
+
+
+def _limit(sequence: Sequence, budget: int, scheduled: Rows[ScheduledSequence]) -> int:
+    """Tokens that a sequence may compute: of the budget, no more than there is room for in rows of logits."""
+    if not sequence.wants_prompt_logprobs:
+        return budget
+    # each may have one row to choose its next token; what is beyond that is of prompts
+    num_prompt_logits = sum(max(len(part.logit_positions) - 1, 0) for part in scheduled)
+    return min(budget, MAX_PROMPT_LOGITS - num_prompt_logits)
 
 
 def _num_tokens_within(budget: int, num_remaining: int) -> int:

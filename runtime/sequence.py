@@ -6,12 +6,16 @@
 
 Prefill, decode and the return after a preemption are all the same: computed tokens drawn towards all tokens. Owns no
 block and decides nothing.
+
+A row of logits tells of the token that follows its position. That token is there already, and its log-probability goes
+into the report on the prompt, or it is chosen now.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +46,8 @@ class Sequence:
         self.block_digests: list[bytes] = []  # of full blocks, as far as they were asked for
         has_penalty = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
         self.token_counts = TokenCounts(request.prompt_token_ids, max_tokens) if has_penalty else None
+        # an entry for each prompt token as far as it is computed; None where it is not wanted
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None if sampling.prompt_logprobs is None else [None]
 
     @property
     def num_tokens(self) -> int:
@@ -53,6 +59,18 @@ class Sequence:
         """Tokens generated so far."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.request.prompt_token_ids)
+
+    @property
+    def first_logit_position(self) -> int:
+        """The first position whose logits are still wanted: the last, unless the prompt is reported on."""
+        if self.prompt_logprobs is not None and self.wants_prompt_logprobs:
+            return len(self.prompt_logprobs) - 1
+        return self.num_tokens - 1
+
     def append(self, token_id: int) -> None:
         """Add a generated token."""
         self.token_ids.append(token_id)
@@ -60,22 +78,28 @@ class Sequence:
             self.token_counts.add(token_id)
 
     def part(self, num_tokens: int) -> ScheduledSequence:
-        """Its part in a step that computes `num_tokens` more; logits are wanted of the very last token only."""
+        """Its part in a step that computes `num_tokens` more."""
         start = self.num_computed_tokens
-        end = start + num_tokens
         return ScheduledSequence(
             request_id=self.request.request_id,
-            token_ids=self.token_ids[start:end],
+            token_ids=self.token_ids[start : start + num_tokens],
             num_computed_tokens=start,
             block_table=list(self.block_table),
-            logit_positions=[num_tokens - 1] if end == self.num_tokens else [],
+            logit_positions=list(range(max(self.first_logit_position - start, 0), num_tokens)),
         )
+
+    def logit_rows(self, part: ScheduledSequence) -> list[LogitRow]:
+        """What the rows of logits of its part in a step are for."""
+        following = part.num_computed_tokens + 1
+        next_token_ids = [*self.token_ids[following : following + len(part.token_ids)], None]
+        return [LogitRow(self, next_token_ids[position]) for position in part.logit_positions]
 
     def chunk(
         self,
         token_ids: list[int],
         *,
         logprob: TokenLogprob | None = None,
+        prompt_logprobs: list[TokenLogprob | None] | None = None,
         finish_reason: FinishReason | None = None,
         error: str | None = None,
     ) -> TokenChunk:
@@ -84,10 +108,18 @@ class Sequence:
             request_id=self.request.request_id,
             token_ids=token_ids,
             logprobs=None if logprob is None else [logprob],
+            prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self.num_cached_tokens or 0,
             finish_reason=finish_reason,
             error=error,
         )
+
+
+class LogitRow(NamedTuple):
+    """What a row of logits is for: to choose the next token of `sequence`, or to score the prompt token given."""
+
+    sequence: Sequence
+    prompt_token_id: int | None = None
 
 
 class TokenCounts:

@@ -1,4 +1,5 @@
-"""From token chunks to visible text: characters are kept whole, stop strings cut off, reasoning parted.
+"""From token chunks to visible text: characters are kept whole, stop strings cut off, reasoning parted, and an echoed
+prompt put before it.
 
 One `TextStream` serves one request, streamed or not, so both give the same text. It knows tokens and text, no HTTP.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from harness.errors import InvalidLogitsError
 from harness.runtime.detokenizer import IncrementalDetokenizer, StopStringMatcher
@@ -17,10 +19,13 @@ from harness.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class TokenReport:
-    """A generated token with its log-probability; `text_offset` is where its text begins in the answer."""
+    """A token with its log-probability; `text_offset` is where its text begins in all that is shown.
+
+    Only the first token of an echoed prompt has no log-probability.
+    """
 
     token_id: int
-    logprob: TokenLogprob
+    logprob: TokenLogprob | None
     text_offset: int
 
 
@@ -46,20 +51,57 @@ class Delta:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Echo:
+    """A prompt as it is shown before the answer: its text, its tokens, and where in the text each of them begins."""
+
+    text: str
+    token_ids: list[int]
+    offsets: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, token_ids: list[int], text: str | None = None) -> Echo:
+        """The echo of a prompt; `text` is what its tokens were made of, None where they came as they are.
+
+        A BOS that was put before a text takes no part of it. Special tokens show only where they were written as text.
+        """
+        detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=text is None)
+        pieces = [detokenizer.feed((token_id,)) for token_id in token_ids]
+        if text is None:
+            text = "".join(pieces) + detokenizer.flush()
+        elif token_ids[:1] == [tokenizer.bos_token_id] and not text.startswith(pieces[0]):
+            pieces[0] = ""
+        offsets = list(accumulate(map(len, pieces[:-1]), initial=0))
+        return cls(text=text, token_ids=token_ids, offsets=offsets)
+
+    def reports(self, logprobs: Sequence[TokenLogprob | None]) -> tuple[TokenReport, ...]:
+        """A report on each token."""
+        columns = zip(self.token_ids, logprobs, self.offsets, strict=True)
+        return tuple(TokenReport(token_id=i, logprob=p, text_offset=offset) for i, p, offset in columns)
+
+
 class TextStream:
     """Follows one request. `num_*` are exact at every moment.
 
     Args:
         stop: stop strings; the answer ends before the first that appears.
         splitter: parts reasoning from content, None where all is content.
+        echo: comes with the first delta, as content, and with reports where the request asked for the prompt's.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str], splitter: ReasoningSplitter | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str],
+        splitter: ReasoningSplitter | None = None,
+        echo: Echo | None = None,
+    ) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._matcher = StopStringMatcher(stop)
         self._splitter = splitter
-        self._num_decoded_chars = 0
-        self._num_visible_chars = 0
+        self._echo = echo
+        self._num_decoded_chars = self._num_visible_chars = 0 if echo is None else len(echo.text)
         self._reports: list[TokenReport] = []
         self._num_new_tokens = 0
         self.num_completion_tokens = 0
@@ -99,6 +141,11 @@ class TextStream:
         if self._splitter is not None:
             reasoning, content = self._splitter.push(text, is_last=is_over)
         reports = self._take_reports(includes_empty=is_over and not is_stopped)
+        if self._echo is not None:
+            content = self._echo.text + content
+            if chunk.prompt_logprobs is not None:
+                reports = (*self._echo.reports(chunk.prompt_logprobs), *reports)
+            self._echo = None
         if not (content or reasoning or reports or is_over):
             return None
         num_tokens, self._num_new_tokens = self._num_new_tokens, 0

@@ -11,21 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.runtime.text_stream import Delta, TextStream, TokenReport
+from harness.runtime.request import TokenLogprob
+from harness.runtime.text_stream import Delta, TokenReport
 from harness.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 
 
-def usage(num_prompt_tokens: int, stream: TextStream) -> Json:
+def usage(*, num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> Json:
     """Token counts of one answer."""
     return {
         "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": stream.num_completion_tokens,
-        "total_tokens": num_prompt_tokens + stream.num_completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": stream.num_cached_tokens},
-        "prompt_cache_hit_tokens": stream.num_cached_tokens,
-        "prompt_cache_miss_tokens": num_prompt_tokens - stream.num_cached_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+        "prompt_cache_hit_tokens": num_cached_tokens,
+        "prompt_cache_miss_tokens": num_prompt_tokens - num_cached_tokens,
     }
 
 
@@ -36,20 +37,23 @@ def error_body(message: str, kind: str, *, param: str | None = None, code: str |
 
 @dataclass(frozen=True, kw_only=True)
 class ChatShape:
-    """Objects of `/v1/chat/completions` for one request."""
+    """Objects of one answer of `/v1/chat/completions`."""
 
     request_id: str
     model: str
     tokenizer: Tokenizer
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, delta: Delta, usage: Json) -> Json:
-        """The answer in one piece."""
+    def whole(self, deltas: Sequence[Delta], usage: Json) -> Json:
+        """The answer in one piece, a choice for each delta."""
+        choices = [self._choice(index, delta) for index, delta in enumerate(deltas)]
+        return {**self._head("chat.completion"), "choices": choices, "usage": usage}
+
+    def _choice(self, index: int, delta: Delta) -> Json:
         message = {"role": "assistant", "content": delta.content}
         if delta.reasoning:
             message["reasoning_content"] = delta.reasoning
-        choice = {"index": 0, "message": message, "logprobs": self._logprobs(delta), **_finish(delta)}
-        return {**self._head("chat.completion"), "choices": [choice], "usage": usage}
+        return {"index": index, "message": message, "logprobs": self._logprobs(delta), **_finish(delta)}
 
     def opening(self) -> Json:
         """The first chunk: the role, no text yet."""
@@ -79,6 +83,7 @@ class ChatShape:
             return None
         content = []
         for report in delta.reports:
+            assert report.logprob is not None, "only an echoed prompt begins without one"
             top = [self._token(token_id, logprob) for token_id, logprob in report.logprob.top]
             content.append({**self._token(report.token_id, report.logprob.logprob), "top_logprobs": top})
         return {"content": content}
@@ -90,33 +95,33 @@ class ChatShape:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionShape:
-    """Objects of `/v1/completions` for one request. `echo` is the prompt's text, put before the answer."""
+    """Objects of one answer of `/v1/completions`."""
 
     request_id: str
     model: str
     tokenizer: Tokenizer
-    echo: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, delta: Delta, usage: Json) -> Json:
-        """The answer in one piece."""
-        return {**self._piece(self.echo + delta.content, delta), "usage": usage}
+    def whole(self, deltas: Sequence[Delta], usage: Json) -> Json:
+        """The answer in one piece, a choice for each delta."""
+        choices = [self._choice(index, delta) for index, delta in enumerate(deltas)]
+        return {**self._head(), "choices": choices, "usage": usage}
 
     def opening(self) -> Json | None:
-        """The echoed prompt, None without one."""
-        return self._piece(self.echo, Delta()) if self.echo else None
+        """Nothing: the first chunk is the first text."""
+        return None
 
     def chunk(self, delta: Delta) -> Json:
         """A piece of the answer."""
-        return self._piece(delta.content, delta)
+        return {**self._head(), "choices": [self._choice(0, delta)]}
 
     def closing(self, usage: Json) -> Json:
         """The last chunk of a stream that includes usage."""
         return {**self._head(), "choices": [], "usage": usage}
 
-    def _piece(self, text: str, delta: Delta) -> Json:
-        choice = {"index": 0, "text": text, "logprobs": self._logprobs(delta.reports), **_finish(delta)}
-        return {**self._head(), "choices": [choice]}
+    def _choice(self, index: int, delta: Delta) -> Json:
+        logprobs = self._logprobs(delta.reports)
+        return {"index": index, "text": delta.content, "logprobs": logprobs, **_finish(delta)}
 
     def _head(self) -> Json:
         return {
@@ -133,13 +138,13 @@ class CompletionShape:
         return {
             "tokens": [_name(token) for token in tokens],
             "bytes": [list(token) for token in tokens],
-            "token_logprobs": [_finite(report.logprob.logprob) for report in reports],
-            "top_logprobs": [
-                {_name(self.tokenizer.token_bytes(token_id)): _finite(value) for token_id, value in report.logprob.top}
-                for report in reports
-            ],
+            "token_logprobs": [None if r.logprob is None else _finite(r.logprob.logprob) for r in reports],
+            "top_logprobs": [None if r.logprob is None else self._top(r.logprob) for r in reports],
             "text_offset": [report.text_offset for report in reports],
         }
+
+    def _top(self, logprob: TokenLogprob) -> dict[str, float]:
+        return {_name(self.tokenizer.token_bytes(token_id)): _finite(value) for token_id, value in logprob.top}
 
 
 def _name(token: bytes) -> str:

@@ -29,6 +29,8 @@ MAX_MESSAGES = 4096
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_TOP_LOGPROBS = 20
+MAX_PROMPTS = 128
+MAX_REPORTED_LOGPROBS = 1 << 18  # of the prompts of one body, alternatives included: some 100 MB on their way
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 # OpenAI's fields that are not offered, with the values that ask for nothing.
@@ -177,8 +179,12 @@ class _CompletionFields(_Strict):
         return self.max_tokens
 
     def wanted_logprobs(self) -> int | None:
-        """Number of alternatives reported beside each token, None for no report."""
+        """Number of alternatives reported beside each token of the answer, None for no report."""
         raise NotImplementedError
+
+    def wanted_prompt_logprobs(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return None
 
     def sampling_params(self, max_tokens: int) -> SamplingParams:
         """What the engine is told.
@@ -186,6 +192,9 @@ class _CompletionFields(_Strict):
         Raises:
             RequestError: a value is out of range.
         """
+        # Clients that ask for one token after an echo take the last entry for it and drop it, lm-evaluation-harness
+        # among them. An answer of one token is over anyway, so it may be the model's end token as well.
+        reports_every_token = max_tokens == 1 and self.wanted_prompt_logprobs() is not None
         try:
             return SamplingParams(
                 max_tokens=max_tokens,
@@ -198,8 +207,9 @@ class _CompletionFields(_Strict):
                 frequency_penalty=self.frequency_penalty,
                 seed=self.seed,
                 stop_token_ids=tuple(self.stop_token_ids),
-                ignore_eos=self.ignore_eos,
+                ignore_eos=self.ignore_eos or reports_every_token,
                 logprobs=self.wanted_logprobs(),
+                prompt_logprobs=self.wanted_prompt_logprobs(),
             )
         except ValueError as error:
             message = str(error)
@@ -244,34 +254,30 @@ def _kind_of_prompt(prompt: Any) -> str:
 
 
 class CompletionRequest(_CompletionFields):
-    """Body of `POST /v1/completions`. One prompt: a text, its token ids, or a list with one text or one list of ids."""
+    """Body of `POST /v1/completions`. A prompt is a text or token ids; each of a list gets a choice of its own."""
 
     prompt: Annotated[
         Annotated[Text, Tag(_TEXT)]
         | Annotated[TokenIds, Tag(_IDS)]
-        | Annotated[list[Text], Field(max_length=1, fail_fast=True), Tag(_TEXTS)]
-        | Annotated[list[TokenIds], Field(max_length=1, fail_fast=True), Tag(_ID_LISTS)],
+        | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag(_TEXTS)]
+        | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag(_ID_LISTS)],
         Discriminator(_kind_of_prompt),
     ]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool = False
 
     @model_validator(mode="after")
-    def _check_echo(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise PydanticCustomError(
-                "echo", "logprobs of the echoed prompt are not supported: give echo or logprobs", {"param": "logprobs"}
-            )
+    def _check_stream(self) -> CompletionRequest:
+        if self.stream and len(self.prompts()) > 1:
+            raise PydanticCustomError("stream", "stream is allowed only with one prompt", {"param": "stream"})
         return self
 
-    def only_prompt(self) -> str | list[int]:
-        """The prompt, out of its list if it came in one."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return prompt
-        if prompt and isinstance(prompt[0], (str, list)):
-            return prompt[0]
-        return [token for token in prompt if isinstance(token, int)]
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each a text or token ids; one for each choice of the answer."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        ids = [token for token in self.prompt if isinstance(token, int)]
+        return [prompt for prompt in self.prompt if not isinstance(prompt, int)] or [ids]
 
     def wanted_tokens(self) -> int | None:
         """See `_CompletionFields`."""
@@ -280,3 +286,7 @@ class CompletionRequest(_CompletionFields):
     def wanted_logprobs(self) -> int | None:
         """See `_CompletionFields`."""
         return self.logprobs
+
+    def wanted_prompt_logprobs(self) -> int | None:
+        """See `_CompletionFields`; a prompt that is echoed is reported on like the answer."""
+        return self.logprobs if self.echo else None

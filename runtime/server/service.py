@@ -1,4 +1,4 @@
-"""One completion from parsed body to answer: prompt, request to the backend, text, usage, metrics.
+"""One answer from parsed body to JSON: prompts, requests to the backend, text, usage, metrics.
 
 Knows the backend by its seam alone, and HTTP only as far as the answer's form goes.
 """
@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from msgspec import json
 
 from harness.errors import HarnessError, OverloadedError, RequestError
 from harness.runtime.backend import Backend
-from harness.runtime.reasoning import ReasoningSplitter
 from harness.runtime.request import FinishReason, Request
 from harness.runtime.server.api_error import ShuttingDownError, UnknownModelError, describe
 from harness.runtime.server.flush import FlushPolicy, coalesce
 from harness.runtime.server.metrics import Metrics, RequestRecord
 from harness.runtime.server.openai_shapes import ChatShape, CompletionShape, Json, usage
-from harness.runtime.server.protocol import ChatCompletionRequest, CompletionRequest
+from harness.runtime.server.prompt_encoder import PromptEncoder
+from harness.runtime.server.protocol import MAX_PROMPTS, ChatCompletionRequest, CompletionRequest
 from harness.runtime.text_stream import Delta, TextStream
 from harness.tokenizer import Tokenizer
 
@@ -33,18 +33,12 @@ _NUM_ENCODERS = 2  # prompts encoded at once: each may take a hundred times its 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """A request that passed all checks of the server, ready to be submitted."""
+    """One prompt of a body that passed all checks of the server, ready to be submitted."""
 
     endpoint: str
     started: float
     request: Request
     stream: TextStream
-    shape: ChatShape | CompletionShape
-    includes_usage: bool
-
-    def usage(self) -> Json:
-        """Token counts so far."""
-        return usage(len(self.request.prompt_token_ids), self.stream)
 
 
 def cache_salt(credential: str, salt: str) -> str:
@@ -60,7 +54,8 @@ class CompletionService:
     Args:
         model: the name served; requests must give it.
         max_model_len: longest prompt and answer together, in tokens.
-        max_active: most requests at once, from the first look at one until its answer has been taken.
+        max_active: most prompts at once, from the first look at one until its answer has been taken.
+        max_prompts: most of one body; further limited by `MAX_PROMPTS`.
     """
 
     def __init__(
@@ -71,6 +66,7 @@ class CompletionService:
         model: str,
         max_model_len: int,
         max_active: int,
+        max_prompts: int = MAX_PROMPTS,
         flush_policy: FlushPolicy | None = None,
     ) -> None:
         self.backend = backend
@@ -80,8 +76,10 @@ class CompletionService:
         self.is_draining = False
         self.num_active = 0
         self._max_active = max_active
+        self._max_prompts = min(max_prompts, MAX_PROMPTS)
         self._tokenizer = tokenizer
         self._flush_policy = flush_policy or FlushPolicy()
+        self._encoder = PromptEncoder(tokenizer, max_model_len)
         self._encoders = ThreadPoolExecutor(_NUM_ENCODERS, thread_name_prefix="encode")
 
     async def answer(
@@ -89,37 +87,47 @@ class CompletionService:
     ) -> AsyncGenerator[bytes, None]:
         """The JSON of the whole answer, or server-sent events where the body asks for a stream.
 
-        An error after the first event is an event, too. The request is active, and waited for by a drain, until this
+        An error after the first event is an event, too. The prompts are active, and waited for by a drain, until this
         generator has ended.
 
         Raises:
             HarnessError: it is refused, or failed before there was anything to send.
         """
         started = time.monotonic()
-        self._count_active(1)
+        num_prompts = 1 if isinstance(body, ChatCompletionRequest) else len(body.prompts())
+        self._count_active(num_prompts)
         try:
             if self.is_draining:
                 raise ShuttingDownError("the server is shutting down", "send the request to another one")
+            if num_prompts > self._max_prompts:
+                raise RequestError(
+                    f"prompt has {num_prompts} entries; allowed: {self._max_prompts}",
+                    param="prompt",
+                    code="invalid_value",
+                )
             if self.num_active > self._max_active:
                 raise OverloadedError(
-                    f"{self._max_active} requests are in the server, the most allowed", "try again after a while"
+                    f"{self._max_active} requests are allowed in the server at once", "try again after a while"
                 )
             try:
-                completion = await self._prepare(endpoint, body, credential, started)
+                completions = await self._prepare(endpoint, body, credential, started)
             except asyncio.CancelledError:
                 elapsed = time.monotonic() - started
                 self.metrics.record(
                     RequestRecord(endpoint=endpoint, status=499, finish_reason="cancelled", e2e=elapsed)
                 )
                 raise
+            make_shape = ChatShape if isinstance(body, ChatCompletionRequest) else CompletionShape
+            answer_id = completions[0].request.request_id
+            shape = make_shape(request_id=answer_id, model=self.model, tokenizer=self._tokenizer)
             if not body.stream:
-                yield await self._whole(completion)
+                yield await self._whole(shape, completions)
                 return
-            async with aclosing(self._events(completion)) as events:
+            async with aclosing(self._events(shape, completions[0], includes_usage=body.includes_usage)) as events:
                 async for event in events:
                     yield event
         finally:
-            self._count_active(-1)
+            self._count_active(-num_prompts)
 
     def _count_active(self, change: int) -> None:
         self.num_active += change
@@ -127,76 +135,44 @@ class CompletionService:
 
     async def _prepare(
         self, endpoint: str, body: ChatCompletionRequest | CompletionRequest, credential: str, started: float
-    ) -> Completion:
+    ) -> list[Completion]:
         if body.model != self.model:
             raise UnknownModelError(f"the model {body.model!r} is not served here", f"served: {self.model!r}")
         # a long prompt takes a while to encode; the threads of `tokenizers` leave the event loop alone
         loop = asyncio.get_running_loop()
-        token_ids, splitter, echo = await loop.run_in_executor(self._encoders, self._encode, body)
-        room = self.max_model_len - len(token_ids)
-        if room < 1:
-            raise self._too_long(f"{len(token_ids)} tokens", body)
-        wanted = body.wanted_tokens()
-        request = Request(
-            request_id=uuid.uuid4().hex,
-            prompt_token_ids=token_ids,
-            sampling=body.sampling_params(room if wanted is None else min(wanted, room)),
-            cache_salt=cache_salt(credential, body.cache_salt),
-        )
-        shape: ChatShape | CompletionShape
-        if isinstance(body, ChatCompletionRequest):
-            shape = ChatShape(request_id=request.request_id, model=self.model, tokenizer=self._tokenizer)
-        else:
-            shape = CompletionShape(
-                request_id=request.request_id, model=self.model, tokenizer=self._tokenizer, echo=echo
+        prompts = await loop.run_in_executor(self._encoders, self._encoder.encode, body)
+        salt, wanted, answer_id = cache_salt(credential, body.cache_salt), body.wanted_tokens(), uuid.uuid4().hex
+        completions = []
+        for index, prompt in enumerate(prompts):
+            room = self.max_model_len - len(prompt.token_ids)
+            request = Request(
+                request_id=f"{answer_id}-{index}" if index else answer_id,
+                prompt_token_ids=prompt.token_ids,
+                sampling=body.sampling_params(room if wanted is None else min(wanted, room)),
+                cache_salt=salt,
             )
-        return Completion(
-            endpoint=endpoint,
-            started=started,
-            request=request,
-            stream=TextStream(self._tokenizer, stop=body.stop, splitter=splitter),
-            shape=shape,
-            includes_usage=body.includes_usage,
-        )
+            stream = TextStream(self._tokenizer, stop=body.stop, splitter=prompt.splitter, echo=prompt.echo)
+            completions.append(Completion(endpoint=endpoint, started=started, request=request, stream=stream))
+        return completions
 
-    def _encode(
-        self, body: ChatCompletionRequest | CompletionRequest
-    ) -> tuple[list[int], ReasoningSplitter | None, str]:
-        if isinstance(body, ChatCompletionRequest):
-            prompt = self._tokenizer.render_chat([message.as_template_input() for message in body.messages])
-            return self._encode_text(prompt, body), ReasoningSplitter.for_prompt(prompt), ""
-        given = body.only_prompt()
-        if not given:
-            raise RequestError(
-                "prompt is empty; allowed: a text or a list of token ids", param="prompt", code="empty_prompt"
-            )
-        if isinstance(given, str):
-            return self._encode_text(given, body), None, given if body.echo else ""
-        if len(given) >= self.max_model_len:
-            raise self._too_long(f"{len(given)} tokens", body)
-        return given, None, self._tokenizer.decode(given) if body.echo else ""
+    async def _whole(self, shape: ChatShape | CompletionShape, completions: Sequence[Completion]) -> bytes:
+        tasks = [asyncio.ensure_future(self._joined(completion)) for completion in completions]
+        try:
+            deltas = await asyncio.gather(*tasks)
+        finally:  # where one failed, the others are of no use
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        return json.encode(shape.whole(deltas, _usage(completions)))
 
-    def _encode_text(self, text: str, body: ChatCompletionRequest | CompletionRequest) -> list[int]:
-        # seconds and gigabytes go into encoding what a body may hold, so text that cannot fit is not encoded
-        least = len(text) // self._tokenizer.max_token_chars
-        if least > self.max_model_len:
-            raise self._too_long(f"{len(text)} characters, at least {least} tokens", body)
-        return self._tokenizer.encode(text)
-
-    def _too_long(self, size: str, body: ChatCompletionRequest | CompletionRequest) -> RequestError:
-        return RequestError(
-            f"the prompt has {size}; this server's context is {self.max_model_len} tokens, prompt and answer together",
-            param="messages" if isinstance(body, ChatCompletionRequest) else "prompt",
-            code="context_length_exceeded",
-        )
-
-    async def _whole(self, completion: Completion) -> bytes:
+    async def _joined(self, completion: Completion) -> Delta:
         async with aclosing(self._deltas(completion)) as deltas:
-            parts = [delta async for delta in deltas]
-        return json.encode(completion.shape.whole(Delta.join(parts), completion.usage()))
+            return Delta.join([delta async for delta in deltas])
 
-    async def _events(self, completion: Completion) -> AsyncGenerator[bytes, None]:
-        shape, has_begun = completion.shape, False
+    async def _events(
+        self, shape: ChatShape | CompletionShape, completion: Completion, *, includes_usage: bool
+    ) -> AsyncGenerator[bytes, None]:
+        has_begun = False
         label = completion.request.request_id
         async with (
             aclosing(self._deltas(completion)) as deltas,
@@ -208,10 +184,10 @@ class CompletionService:
                     if not has_begun and (opening := shape.opening()) is not None:
                         objects.insert(0, opening)
                     has_begun = True
-                    if completion.includes_usage:
+                    if includes_usage:
                         objects = [{**piece, "usage": None} for piece in objects]
                         if delta.finish_reason is not None:
-                            objects.append(shape.closing(completion.usage()))
+                            objects.append(shape.closing(_usage([completion])))
                     events = b"".join(_event(json.encode(piece)) for piece in objects)
                     yield events + (_event(b"[DONE]") if delta.finish_reason is not None else b"")
             except HarnessError as error:
@@ -258,6 +234,14 @@ class CompletionService:
                 num_completion_tokens=completion.stream.num_completion_tokens,
             )
         )
+
+
+def _usage(completions: Sequence[Completion]) -> Json:
+    return usage(
+        num_prompt_tokens=sum(len(completion.request.prompt_token_ids) for completion in completions),
+        num_completion_tokens=sum(completion.stream.num_completion_tokens for completion in completions),
+        num_cached_tokens=sum(completion.stream.num_cached_tokens for completion in completions),
+    )
 
 
 def _event(data: bytes) -> bytes:

@@ -137,9 +137,18 @@ def byte_tokenizer() -> Tokenizer:
     return make_tokenizer()
 
 
+def prompt_logprobs(request: Request) -> list[TokenLogprob | None] | None:
+    """What the scripts report on a prompt: of its token number n the log-probability is -n."""
+    num_top = request.sampling.prompt_logprobs
+    if num_top is None:
+        return None
+    later = list(enumerate(request.prompt_token_ids))[1:]
+    return [None, *(TokenLogprob(logprob=-n, top=[(i, -n)][:num_top]) for n, i in later)]
+
+
 @pytest.fixture(scope="session")
 def answer(byte_tokenizer: Tokenizer) -> Callable[..., Script]:
-    """Makes a script that answers with a text, byte by byte."""
+    """Makes a script that answers with a text, byte by byte. It reports on the prompt where that is asked for."""
 
     def make(
         text: str | bytes,
@@ -157,16 +166,21 @@ def answer(byte_tokenizer: Tokenizer) -> Callable[..., Script]:
 
         async def script(request: Request) -> AsyncIterator[TokenChunk]:
             await asyncio.sleep(before)
-            for token_id in ids:
+            prompt_report = prompt_logprobs(request)
+            for token_id in ids if request.sampling.max_tokens else []:
                 report = [TokenLogprob(logprob=-0.5, top=[(token_id, -0.5), (255, float("-inf"))])]
                 yield TokenChunk(
                     request_id=request.request_id,
                     token_ids=[token_id],
                     num_cached_tokens=num_cached,
                     logprobs=report if logprobs else None,
+                    prompt_logprobs=prompt_report,
                 )
+                prompt_report = None
                 await asyncio.sleep(pause)
-            yield TokenChunk(request_id=request.request_id, finish_reason=finish, error=error)
+            yield TokenChunk(
+                request_id=request.request_id, prompt_logprobs=prompt_report, finish_reason=finish, error=error
+            )
 
         return script
 
@@ -178,13 +192,10 @@ def servers() -> Iterator[Callable[..., ScriptedServer]]:
     """Starts servers over scripted backends; all end with the block."""
     started: list[tuple[ScriptedServer, threading.Thread]] = []
 
-    def start(
-        script: Script, *, tokenizer: Tokenizer | None = None, drain: float = 5, max_active: int = 32
-    ) -> ScriptedServer:
+    def start(script: Script, *, tokenizer: Tokenizer | None = None, drain: float = 5, **limits: int) -> ScriptedServer:
         backend = ScriptedBackend(script)
-        service = CompletionService(
-            backend, tokenizer or make_tokenizer(), model=MODEL, max_model_len=MAX_MODEL_LEN, max_active=max_active
-        )
+        limits = {"max_model_len": MAX_MODEL_LEN, "max_active": 32} | limits
+        service = CompletionService(backend, tokenizer or make_tokenizer(), model=MODEL, **limits)
         sock = listen("127.0.0.1", 0)
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         server = DrainingServer(uvicorn_config(service), service, drain)

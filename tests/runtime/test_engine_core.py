@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import random
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from harness.calib.measure import log_softmax
 from harness.errors import EngineError, OverloadedError, RequestError
 from harness.runtime.engine_core import EngineCore
 from harness.runtime.executor import TOKENS_PER_BLOCK, SchedulerOutput, StepOutput
-from harness.runtime.request import FinishReason, Request, SamplingParams, TokenChunk
+from harness.runtime.request import FinishReason, Request, SamplingParams, TokenChunk, TokenLogprob
 from harness.runtime.sampler import sample
 from harness.runtime.scheduler import SchedulerConfig
-from harness.runtime.sequence import Sequence
+from harness.runtime.sequence import LogitRow, Sequence
 
 VOCAB = 48
 EOS = 0
@@ -54,6 +56,7 @@ class ToyModel:
         self.max_tokens_in_step = 0
         self.fail_next = False
         self.first_request_id = ""
+        self.wanted: set[tuple[str, int]] = set()  # of which request logits were asked for, and where
 
     def execute(self, scheduled: SchedulerOutput) -> StepOutput:
         if self.fail_next:
@@ -65,7 +68,10 @@ class ToyModel:
         rows = []
         for part in scheduled.sequences:
             start, end = part.num_computed_tokens, part.num_computed_tokens + len(part.token_ids)
-            assert part.logit_positions == [len(part.token_ids) - 1] or end % TOKENS_PER_BLOCK == 0
+            assert part.logit_positions[-1:] == [len(part.token_ids) - 1] or end % TOKENS_PER_BLOCK == 0
+            wanted = {(part.request_id, start + position) for position in part.logit_positions}
+            assert not wanted & self.wanted, "the same logits are asked for twice"
+            self.wanted |= wanted
             written += part.block_table[start // TOKENS_PER_BLOCK : -(-end // TOKENS_PER_BLOCK)]
             for position, token_id in enumerate(part.token_ids, start):
                 previous = self.kv[self.slot(part.block_table, position - 1)] if position else np.uint64(0)
@@ -90,7 +96,7 @@ def reference(request: Request, limit: int) -> tuple[list[int], FinishReason]:
     for token_id in request.prompt_token_ids:
         states.append(next_state(states[-1], token_id))
     while sequence.num_generated_tokens < max_tokens:
-        (sampled,) = sample(logits_of(np.array(states[1:], np.uint64))[None], [sequence])
+        (sampled,) = sample(logits_of(np.array(states[1:], np.uint64))[None], [LogitRow(sequence)])
         answer = sequence.token_ids[len(request.prompt_token_ids) :]
         if sampled is None:
             return answer, FinishReason.ERROR
@@ -99,6 +105,16 @@ def reference(request: Request, limit: int) -> tuple[list[int], FinishReason]:
         sequence.append(sampled.token_id)
         states.append(next_state(states[-1], sampled.token_id))
     return sequence.token_ids[len(request.prompt_token_ids) :], FinishReason.LENGTH
+
+
+def reference_report(prompt: list[int]) -> list[float | None]:
+    """Log-probabilities of a prompt's tokens, without a scheduler and without our sampler."""
+    states: list[np.uint64] = []
+    report: list[float | None] = [None]
+    for token_id, following in pairwise(prompt):
+        states.append(next_state(states[-1] if states else np.uint64(0), token_id))
+        report.append(float(log_softmax(logits_of(np.array(states, np.uint64))[None])[0, following]))
+    return report
 
 
 class Client:
@@ -112,6 +128,7 @@ class Client:
         self.answers: dict[str, list[int]] = {}
         self.ends: dict[str, FinishReason] = {}
         self.cached: dict[str, int] = {}
+        self.reports: dict[str, list[TokenLogprob | None]] = {}
 
     def add(self, request: Request) -> None:
         self.core.add_request(request)
@@ -120,6 +137,10 @@ class Client:
 
     def take(self, chunk: TokenChunk) -> None:
         assert chunk.request_id not in self.ends, "told something after the end"
+        if chunk.prompt_logprobs is not None:
+            assert chunk.request_id not in self.reports, "reported on twice"
+            assert self.answers[chunk.request_id] == [], "reported on late"
+            self.reports[chunk.request_id] = chunk.prompt_logprobs
         self.answers[chunk.request_id] += chunk.token_ids
         if chunk.token_ids or chunk.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             assert self.cached.setdefault(chunk.request_id, chunk.num_cached_tokens) == chunk.num_cached_tokens
@@ -150,6 +171,16 @@ class Client:
                 assert expected[0][: len(self.answers[request_id])] == self.answers[request_id]
             else:
                 assert (self.answers[request_id], self.ends[request_id]) == expected, request_id
+            self.check_report(request)
+
+    def check_report(self, request: Request) -> None:
+        is_told = request.sampling.prompt_logprobs is not None and (
+            self.ends[request.request_id] is not FinishReason.ERROR and bool(self.answers[request.request_id])
+        )
+        assert not is_told or request.request_id in self.reports
+        if request.request_id in self.reports:
+            told = [None if one is None else one.logprob for one in self.reports[request.request_id]]
+            assert told == pytest.approx(reference_report(request.prompt_token_ids), abs=1e-5)
 
 
 def make_request(request_id: str, prompt: list[int], *, salt: str = "", **sampling: Any) -> Request:
@@ -169,12 +200,13 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.2, "presence_penalty": 0.3},
     {"temperature": 1.2, "seed": 7, "top_k": 5, "min_p": 0.05, "repetition_penalty": 1.1},
 ]
+REPORTED: dict[str, Any] = {"prompt_logprobs": 2, "max_tokens": 3}
 
 
 def test_batched_equals_single() -> None:
     client = Client(ToyModel(128))
     for i, sampling in enumerate(SAMPLINGS * 3):
-        client.add(make_request(f"r{i}", prompt_of(5 + 17 * i, i), **sampling))
+        client.add(make_request(f"r{i}", prompt_of(5 + 17 * i, i), **sampling, **(REPORTED if i % 3 == 0 else {})))
     client.add(make_request("unseeded", prompt_of(30), temperature=1.0))
     client.run()
     del client.requests["unseeded"]
@@ -187,8 +219,10 @@ def test_chunked_equals_whole(budget: int) -> None:
     client = Client(model, max_num_batched_tokens=budget, max_num_seqs=4)
     for i, length in enumerate((1, 31, 32, 33, 64, 200, 333)):
         client.add(make_request(f"r{i}", prompt_of(length, i), **SAMPLINGS[i % 5]))
+        client.add(make_request(f"reported{i}", prompt_of(length, i + 50), **SAMPLINGS[i % 5], **REPORTED))
     client.run()
     client.check_answers()
+    assert len(client.reports) == 7
     assert model.max_tokens_in_step <= budget
 
 
@@ -220,6 +254,24 @@ def test_preempted_equals_undisturbed(prefix_cache: bool) -> None:
     client.run()
     assert client.core.stats().preemptions_total > 5
     client.check_answers(limit=12 * TOKENS_PER_BLOCK)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_report_is_whole_after_a_preemption(prefix_cache: bool) -> None:
+    """Older requests take more blocks than the one each that was kept for them, while a long prompt is computed."""
+    model = ToyModel(45)
+    client = Client(model, max_num_batched_tokens=36, max_num_seqs=4, max_model_len=1280, prefix_cache=prefix_cache)
+    for i in range(3):
+        client.add(make_request(f"older{i}", prompt_of(30, i), max_tokens=100))
+    client.add(make_request("reported", prompt_of(1200, 1), **REPORTED))
+    while client.core.stats().preemptions_total == 0:
+        assert client.core.has_work
+        client.step()
+    assert sum(request_id == "reported" for request_id, _ in model.wanted) == 1152
+    client.run()
+    assert client.core.stats().preemptions_total == 1
+    client.check_answers(limit=1280)
+    assert len(client.reports["reported"]) == 1200
 
 
 def test_seeded_requests_repeat_beside_unseeded_ones() -> None:
@@ -272,6 +324,7 @@ def random_request(rng: random.Random, request_id: str) -> Request:
         prompt,
         salt=rng.choice(("", "A", "B")),
         max_tokens=rng.choice((1, 60, 150, 250)),
+        prompt_logprobs=1 if rng.random() < 0.2 else None,
         ignore_eos=rng.random() < 0.8,
         stop_token_ids=(3,) if rng.random() < 0.2 else (),
         **rng.choice(SAMPLINGS),
@@ -305,6 +358,7 @@ def test_a_random_day_of_requests(seed: int) -> None:
     client.run()
     assert set(client.ends.values()) == set(FinishReason)
     client.check_answers(limit=300)
+    assert len(client.reports) > 10
     stats = client.core.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, 18)
     assert min(stats.preemptions_total, stats.evictions_total, stats.prefix_hit_tokens_total, num_refused) > 10

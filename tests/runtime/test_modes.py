@@ -18,13 +18,13 @@ import torch
 import transformers
 
 from harness.build.open_source import open_source
-from harness.calib.measure import kl_divergence
+from harness.calib.measure import kl_divergence, negative_log_likelihood
 from harness.manifest import read_manifest
 from harness.runtime.block_pool import num_blocks_for
 from harness.runtime.engine_core import EngineCore
 from harness.runtime.executor import TOKENS_PER_BLOCK, ScheduledSequence, SchedulerOutput, StepOutput
 from harness.runtime.openvino_executor import OpenVinoExecutor
-from harness.runtime.request import FinishReason, Request, SamplingParams
+from harness.runtime.request import FinishReason, Request, SamplingParams, TokenLogprob
 from harness.runtime.scheduler import SchedulerConfig
 from harness.tokenizer import Tokenizer
 
@@ -69,6 +69,7 @@ class Outcome:
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
+    reports: dict[str, list[TokenLogprob | None]] = field(default_factory=dict)
     logits: dict[tuple[str, int], Logits] = field(default_factory=dict)
     preemptions: int = 0
 
@@ -92,6 +93,8 @@ def _drain(core: EngineCore, requests: list[Request]) -> Outcome:
         for chunk in core.step():
             outcome.tokens[chunk.request_id] += chunk.token_ids
             outcome.cached[chunk.request_id] = chunk.num_cached_tokens
+            if chunk.prompt_logprobs is not None:
+                outcome.reports[chunk.request_id] = chunk.prompt_logprobs
         core.check_integrity()
     outcome.preemptions = core.stats().preemptions_total
     return outcome
@@ -213,6 +216,61 @@ def test_preempted_equals_undisturbed(exact: OpenVinoExecutor, tokenizer: Tokeni
     assert _same(undisturbed, preempted)
 
 
+@pytest.fixture(scope="module")
+def scored(requests: list[Request]) -> list[Request]:
+    """Prompts to be reported on: one short, one of several chunks."""
+    short = requests[0].prompt_token_ids
+    prompts = {"short": short, "long": [*short, *requests[1].prompt_token_ids, *requests[3].prompt_token_ids]}
+    sampling = SamplingParams(max_tokens=0, prompt_logprobs=2)
+    return [Request(request_id=name, prompt_token_ids=ids, sampling=sampling) for name, ids in prompts.items()]
+
+
+@pytest.fixture(scope="module")
+def reports(exact: OpenVinoExecutor, scored: list[Request]) -> dict[str, list[TokenLogprob | None]]:
+    """What each prompt is told in an engine of its own: the reference."""
+    found = {}
+    for request in scored:
+        found |= _drain(EngineCore(exact, SchedulerConfig(max_model_len=1024)), [request]).reports
+    return found
+
+
+def test_prompt_logprobs_are_those_of_whole_logits(
+    exact: OpenVinoExecutor, scored: list[Request], reports: dict[str, list[TokenLogprob | None]]
+) -> None:
+    for request in scored:
+        prompt, (first, *later) = request.prompt_token_ids, reports[request.request_id]
+        losses = negative_log_likelihood(_forced(exact, prompt, len(prompt))[:-1], np.array(prompt[1:]))
+        assert first is None
+        np.testing.assert_allclose([one.logprob for one in later if one is not None], -losses, atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [512, 64])
+def test_prompt_logprobs_do_not_depend_on_what_else_runs(
+    exact: OpenVinoExecutor,
+    requests: list[Request],
+    scored: list[Request],
+    reports: dict[str, list[TokenLogprob | None]],
+    budget: int,
+) -> None:
+    """Beside answers, in chunks, and a second time in an engine that has the prompts in its prefix cache."""
+    core = EngineCore(exact, SchedulerConfig(max_model_len=1024, max_num_batched_tokens=budget))
+    assert _drain(core, [*requests[1:4], *scored]).reports == reports
+    again = _drain(core, scored)
+    assert again.reports == reports
+    assert set(again.cached.values()) == {0}
+
+
+def test_prompt_logprobs_of_fast_mode_stay_near(
+    fast: OpenVinoExecutor, scored: list[Request], reports: dict[str, list[TokenLogprob | None]]
+) -> None:
+    seen = _drain(EngineCore(fast, SchedulerConfig(max_model_len=1024)), scored).reports
+
+    def mean_logprob(report: list[TokenLogprob | None]) -> float:
+        return float(np.mean([one.logprob for one in report if one is not None]))
+
+    assert mean_logprob(seen["long"]) == pytest.approx(mean_logprob(reports["long"]), abs=_FAST_MEAN_KL)
+
+
 # Fast mode: what was measured with scripts/bench modes is a mean KL of 0.012 whole and 0.018 token by token.
 _FAST_MEAN_KL = 0.05
 _FAST_MAX_KL = 0.5
@@ -291,7 +349,12 @@ def test_a_random_day_leaks_no_block(fast: OpenVinoExecutor) -> None:
                 Request(
                     request_id=str(turn),
                     prompt_token_ids=prompt,
-                    sampling=SamplingParams(max_tokens=rng.randint(1, 90), seed=turn, logprobs=rng.choice([None, 2])),
+                    sampling=SamplingParams(
+                        max_tokens=rng.randint(1, 90),
+                        seed=turn,
+                        logprobs=rng.choice([None, 2]),
+                        prompt_logprobs=rng.choice([None, None, 1]),
+                    ),
                     cache_salt=rng.choice(["", "tenant"]),
                 )
             )

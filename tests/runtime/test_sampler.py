@@ -11,7 +11,7 @@ import pytest
 
 from harness.runtime.request import Request, SamplingParams
 from harness.runtime.sampler import SampledToken, sample
-from harness.runtime.sequence import Sequence
+from harness.runtime.sequence import LogitRow, Sequence
 
 Floats = npt.NDArray[np.float32]
 
@@ -29,8 +29,13 @@ def make_logits(vocab_size: int, seed: int = 0, scale: float = 3.0) -> Floats:
     return (np.random.default_rng(seed).standard_normal(vocab_size) * scale).astype(np.float32)
 
 
+def choose(logits: Floats, sequences: list[Sequence]) -> list[SampledToken | None]:
+    """The next token of each sequence."""
+    return sample(logits, [LogitRow(sequence) for sequence in sequences])
+
+
 def tokens(logits: Floats, sequences: list[Sequence]) -> list[int]:
-    sampled = sample(logits, sequences)
+    sampled = choose(logits, sequences)
     assert None not in sampled
     return [one.token_id for one in sampled if one is not None]
 
@@ -204,20 +209,43 @@ def test_logprobs_are_the_models_own() -> None:
     order = np.argsort(-expected, kind="stable")
     for num_top in (0, 1, 20):
         sequence = make_sequence([1], seed=1, logprobs=num_top, temperature=0.7, presence_penalty=1.0, top_k=50)
-        (sampled,) = sample(logits[None], [sequence])
+        (sampled,) = choose(logits[None], [sequence])
         assert sampled is not None
         assert sampled.logprob is not None
         assert sampled.logprob.logprob == pytest.approx(expected[sampled.token_id], abs=1e-5)
         assert [token_id for token_id, _ in sampled.logprob.top] == order[:num_top].tolist()
         np.testing.assert_allclose([p for _, p in sampled.logprob.top], expected[order[:num_top]], atol=1e-5)
-    assert sample(logits[None], [make_sequence([1], temperature=0.0)]) == [SampledToken(token_id=int(order[0]))]
+    assert choose(logits[None], [make_sequence([1], temperature=0.0)]) == [SampledToken(token_id=int(order[0]))]
+
+
+def test_a_given_token_is_scored_and_the_next_one_chosen_beside_it() -> None:
+    logits = np.stack([make_logits(600, seed) for seed in range(3)])
+    wide = logits.astype(np.float64)
+    expected = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    scored = make_sequence([1, 5, 9], prompt_logprobs=2, temperature=0.5, repetition_penalty=1.5)
+    plain = make_sequence([1], temperature=0.0)
+    rows = [LogitRow(scored, 5), LogitRow(scored, 9), LogitRow(plain)]
+    *given, chosen = sample(logits, rows)
+    for row, result in enumerate(given):
+        assert result is not None
+        assert result.logprob is not None
+        assert result.token_id == rows[row].prompt_token_id
+        assert result.logprob.logprob == pytest.approx(expected[row, result.token_id], abs=1e-5)
+        best = np.argsort(-expected[row])[:2].tolist()
+        assert [token_id for token_id, _ in result.logprob.top] == best
+        # a client sees by equality whether the given token is the likeliest
+        (best_scored,) = sample(logits[row][None], [LogitRow(scored, best[0])])
+        assert best_scored is not None
+        assert best_scored.logprob is not None
+        assert best_scored.logprob.logprob == best_scored.logprob.top[0][1]
+    assert chosen == SampledToken(token_id=int(logits[2].argmax()))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_broken_row_is_named_and_the_others_go_on(bad: float) -> None:
     logits = np.stack([make_logits(100, seed) for seed in range(3)])
     logits[1, 17] = bad
-    sampled = sample(logits, [make_sequence([1], temperature=t) for t in (0.0, 1.0, 0.0)])
+    sampled = choose(logits, [make_sequence([1], temperature=t) for t in (0.0, 1.0, 0.0)])
     assert sampled[1] is None
     assert sampled[0] == SampledToken(token_id=int(logits[0].argmax()))
     assert sampled[2] == SampledToken(token_id=int(logits[2].argmax()))

@@ -35,10 +35,22 @@ def tokens_of(output: SchedulerOutput) -> dict[str, int]:
     return {part.request_id: len(part.token_ids) for part in output.sequences}
 
 
+def score_of(token_id: int) -> SampledToken:
+    """A log-probability that tells which token it is of."""
+    return SampledToken(token_id=token_id, logprob=TokenLogprob(logprob=-float(token_id), top=[]))
+
+
+def report_on(prompt: list[int]) -> list[TokenLogprob | None]:
+    return [None, *(score_of(token_id).logprob for token_id in prompt[1:])]
+
+
 def step(scheduler: Scheduler, token_id: int = 7) -> tuple[SchedulerOutput, list[TokenChunk]]:
     """One step in which every sequence that may samples `token_id`."""
     output = scheduler.schedule()
-    sampled = [SampledToken(token_id=token_id) for _ in scheduler.sampled_sequences(output)]
+    sampled = [
+        SampledToken(token_id=token_id) if given is None else score_of(given)
+        for _, given in scheduler.logit_rows(output)
+    ]
     chunks = scheduler.update(output, sampled)
     scheduler.check_integrity()
     return output, chunks
@@ -264,6 +276,69 @@ def test_logprobs_travel_with_their_token() -> None:
     assert chunks[0].logprobs == [logprob]
 
 
+def test_a_report_on_the_prompt_takes_logits_of_all_of_it_in_chunks() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=400)
+    scheduler.add(make_request("a", prompt_of(300), prompt_logprobs=0, max_tokens=2))
+    scheduler.add(make_request("b", prompt_of(10, first=400), max_tokens=2))
+    steps = [step(scheduler) for _ in range(4)]
+    # b has the budget, but does not overtake
+    assert [tokens_of(output) for output, _ in steps] == [{"a": 128}, {"a": 128}, {"a": 44, "b": 10}, {"a": 1, "b": 1}]
+    positions = [output.sequences[0].logit_positions for output, _ in steps]
+    assert positions == [list(range(128)), list(range(128)), list(range(44)), [0]]
+    assert [chunks for _, chunks in steps[:2]] == [[], []]
+    first, second = steps[2][1][0], steps[3][1][0]
+    assert first == TokenChunk(request_id="a", token_ids=[7], prompt_logprobs=report_on(prompt_of(300)))
+    assert second == TokenChunk(request_id="a", token_ids=[7], finish_reason=FinishReason.LENGTH)
+
+
+def test_reports_of_a_step_share_their_rows_of_logits() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=400)
+    for request_id, length, report in (("a", 60, 1), ("b", 100, 1), ("c", 20, 1), ("d", 90, None)):
+        prompt = prompt_of(length, first=ord(request_id))
+        scheduler.add(make_request(request_id, prompt, prompt_logprobs=report, max_tokens=1))
+    # of 128 rows a takes 60, one of which is for its next token; b gets two blocks of what is left
+    outputs = []
+    while scheduler.has_work:
+        output, chunks = step(scheduler)
+        outputs.append(tokens_of(output))
+        assert sum(len(part.logit_positions) for part in output.sequences) <= 128 + len(output.sequences)
+        assert all(chunk.prompt_logprobs is None for chunk in chunks if chunk.request_id == "d")
+    assert outputs == [{"a": 60, "b": 64}, {"b": 36, "c": 20, "d": 90}]
+
+
+def test_a_report_is_not_taken_from_the_prefix_cache_and_leaves_its_blocks_there() -> None:
+    scheduler = make_scheduler()
+    for request_id in ("a", "b"):
+        scheduler.add(make_request(request_id, prompt_of(80), prompt_logprobs=0, max_tokens=1))
+        output, (chunk,) = step(scheduler)
+        assert tokens_of(output) == {request_id: 80}
+        assert (chunk.num_cached_tokens, chunk.prompt_logprobs) == (0, report_on(prompt_of(80)))
+    assert scheduler.stats().prefix_query_tokens_total == 0
+    scheduler.add(make_request("c", prompt_of(80), max_tokens=1))
+    assert step(scheduler)[1][0].num_cached_tokens == 64
+    stats = scheduler.stats()
+    assert (stats.prefix_query_tokens_total, stats.prompt_tokens_total) == (80, 240)
+
+
+@pytest.mark.parametrize("prompt", [prompt_of(1), prompt_of(40)])
+@pytest.mark.parametrize("token_id", [7, EOS])
+def test_a_prompt_can_be_scored_alone(prompt: list[int], token_id: int) -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", prompt, prompt_logprobs=0, max_tokens=0))
+    _, chunks = step(scheduler, token_id)
+    report = report_on(prompt)
+    assert chunks == [TokenChunk(request_id="a", prompt_logprobs=report, finish_reason=FinishReason.LENGTH)]
+    assert not scheduler.has_work
+    assert scheduler.stats().generated_tokens_total == 0
+
+
+def test_a_report_comes_though_the_answer_is_empty() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", prompt_of(5), prompt_logprobs=0))
+    (chunk,) = step(scheduler, EOS)[1]
+    assert (chunk.finish_reason, chunk.prompt_logprobs) == (FinishReason.STOP, report_on(prompt_of(5)))
+
+
 @pytest.mark.parametrize(("num_blocks", "limit"), [(64, 100), (2, 64)])
 def test_max_tokens_is_cut_to_context_and_memory(num_blocks: int, limit: int) -> None:
     scheduler = make_scheduler(num_blocks=num_blocks, max_model_len=100)
@@ -349,6 +424,22 @@ def test_kv_behind_broken_logits_is_not_reused() -> None:
     assert chunk.error == "the logits of token 70 are not finite"
     scheduler.check_integrity()
     scheduler.add(make_request("b", prompt_of(70), max_tokens=1))
+    assert step(scheduler)[1][0].num_cached_tokens == 0
+
+
+def test_broken_logits_within_a_prompt_end_its_request() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", prompt_of(70), prompt_logprobs=0))
+    scheduler.add(make_request("b", prompt_of(10, first=400), prompt_logprobs=0, max_tokens=1))
+    output = scheduler.schedule()
+    results: list[SampledToken | None] = [score_of(given or 0) for _, given in scheduler.logit_rows(output)]
+    results[20] = results[50] = None
+    broken, sound = scheduler.update(output, results)
+    scheduler.check_integrity()
+    assert (broken.finish_reason, broken.prompt_logprobs) == (FinishReason.ERROR, None)
+    assert broken.error == "the logits of token 21 are not finite"
+    assert sound.prompt_logprobs == report_on(prompt_of(10, first=400))
+    scheduler.add(make_request("c", prompt_of(70), max_tokens=1))
     assert step(scheduler)[1][0].num_cached_tokens == 0
 
 

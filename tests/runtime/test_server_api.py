@@ -64,6 +64,116 @@ def test_echo_puts_the_prompt_before_the_answer(plain_server: Any, byte_tokenize
     assert server.complete(prompt=ids, echo=True).json()["choices"][0]["text"] == "HiHello."
 
 
+def test_each_prompt_of_a_list_gets_a_choice(scripted_server: Any, answer: Any, byte_tokenizer: Any) -> None:
+    """Answers come in another order than the prompts, and with different lengths."""
+    texts = {"a": "first", "bc": "2nd", "": "third one"}
+
+    async def script(request: Request) -> AsyncIterator[TokenChunk]:
+        text = texts[byte_tokenizer.decode(request.prompt_token_ids)]
+        async for chunk in answer(text, num_cached=1, before=0.05 * (text == "first"))(request):
+            yield chunk
+
+    server = scripted_server(script)
+    ids = [byte_tokenizer.encode(text) for text in texts]
+    for prompt in (["a", "bc", "a"], ids[:2] + ids[:1]):
+        body = server.complete(prompt=prompt).json()
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+        assert [choice["text"] for choice in body["choices"]] == ["first", "2nd", "first"]
+        assert body["usage"]["prompt_tokens"] == 2 + 3 + 2
+        assert body["usage"]["completion_tokens"] == 5 + 3 + 5
+        assert body["usage"]["prompt_cache_hit_tokens"] == 3
+    # <bos> alone is a prompt, too
+    assert server.complete(prompt=ids[2:]).json()["choices"][0]["text"] == "third one"
+    assert len({request.request_id for request in server.backend.requests}) == 7
+
+
+def test_echo_and_logprobs_report_on_every_token(scripted_server: Any, answer: Any, byte_tokenizer: Any) -> None:
+    server = scripted_server(answer("é!", logprobs=True))
+    choice = server.complete(prompt="aé", echo=True, logprobs=1, max_tokens=3).json()["choices"][0]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == "aéé!"
+    assert logprobs["tokens"] == ["<bos>", "a", *["bytes:\\xc3", "bytes:\\xa9"] * 2, "!"]
+    assert logprobs["token_logprobs"] == [None, -1, -2, -3, -0.5, -0.5, -0.5]
+    assert logprobs["top_logprobs"][:3] == [None, {"a": -1}, {"bytes:\\xc3": -2}]
+    # the BOS put before a text has no part of it; a character's later bytes begin where it does
+    assert logprobs["text_offset"] == [0, 0, 1, 1, 2, 2, 3]
+    assert [len(column) for column in logprobs.values()] == [7] * 5
+    (request,) = server.backend.requests
+    assert (request.sampling.logprobs, request.sampling.prompt_logprobs) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "offsets"),
+    [
+        ("a<eos>b", "a<eos>b", [0, 0, 1, 6]),  # a special token written as text is text
+        ("<bos>a", "<bos>a", [0, 5]),
+        ([257, 64, 256, 65], "ab", [0, 0, 1, 1]),
+        ([64, 127], "a\ufffd", [0, 1]),
+    ],
+)
+def test_an_echo_shows_what_was_sent(
+    scripted_server: Any, answer: Any, byte_tokenizer: Any, prompt: Any, text: str, offsets: list[int]
+) -> None:
+    server = scripted_server(answer("!", logprobs=True))
+    choice = server.complete(prompt=prompt, echo=True, logprobs=0).json()["choices"][0]
+    assert choice["text"] == text + "!"
+    assert choice["logprobs"]["text_offset"] == [*offsets, len(text)]
+    assert server.complete(prompt=prompt, echo=True).json()["choices"][0]["text"] == text + "!"
+    assert server.backend.requests[1].sampling.prompt_logprobs is None
+
+
+def test_a_prompt_is_scored_without_an_answer(scripted_server: Any, answer: Any) -> None:
+    server = scripted_server(answer("never", finish=FinishReason.LENGTH, logprobs=True))
+    response = server.complete(prompt=["ab", "c"], echo=True, logprobs=2, max_tokens=0)
+    choices = response.json()["choices"]
+    assert [choice["text"] for choice in choices] == ["ab", "c"]
+    assert [choice["logprobs"]["token_logprobs"] for choice in choices] == [[None, -1, -2], [None, -1]]
+    assert [choice["finish_reason"] for choice in choices] == ["length"] * 2
+    assert response.json()["usage"]["completion_tokens"] == 0
+    refused = server.complete(echo=True, max_tokens=0)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+
+
+def test_one_token_after_a_report_may_be_the_models_end(plain_server: Any) -> None:
+    """lm-evaluation-harness asks for one token and drops the last entry: there must be one."""
+    for fields in ({"max_tokens": 1}, {"max_tokens": 2}, {"max_tokens": 1, "logprobs": None}):
+        plain_server.complete(**{"echo": True, "logprobs": 1} | fields)
+    assert [r.sampling.ignore_eos for r in plain_server.backend.requests] == [True, False, False]
+
+
+def test_reports_of_one_body_are_limited(scripted_server: Any, answer: Any) -> None:
+    server = scripted_server(answer("."), max_model_len=5000, max_active=100)
+    wanted = {"prompt": [[1] * 4000] * 64, "echo": True, "max_tokens": 0}
+    refused = server.complete(**wanted, logprobs=1)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+    assert "512000 log-probabilities" in refused.json()["error"]["message"]
+    assert server.backend.requests == []
+    assert server.complete(**wanted, logprobs=0).status_code == 200
+
+
+def test_a_body_may_not_hold_more_prompts_than_the_queue(scripted_server: Any, answer: Any) -> None:
+    server = scripted_server(answer("."), max_prompts=2)
+    assert server.complete(prompt=["a"] * 2).status_code == 200
+    refused = server.complete(prompt=["a"] * 3)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+    assert "prompt has 3 entries; allowed: 2" in refused.json()["error"]["message"]
+
+
+def test_all_prompts_fail_with_the_first_that_does(scripted_server: Any, answer: Any) -> None:
+    async def script(request: Request) -> AsyncIterator[TokenChunk]:
+        if len(request.prompt_token_ids) == 2:
+            await asyncio.sleep(0.05)
+            raise OverloadedError("the queue is full")
+        async for chunk in answer("slow", before=60)(request):
+            yield chunk
+
+    server = scripted_server(script)
+    response = server.complete(prompt=["long", "a", "long"])
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
+    assert (server.backend.num_running, len(server.backend.closed_early)) == (0, 2)
+    assert server.service.num_active == 0
+
+
 def test_all_sampling_fields_reach_the_engine(plain_server: Any) -> None:
     server = plain_server
     fields = {
@@ -121,6 +231,7 @@ def test_values_that_ask_for_nothing_are_accepted(plain_server: Any) -> None:
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "invalid_value"),
         ({"messages": [{"role": "user", "content": "x", "no_such": 1}]}, "messages.0.no_such", "unknown_field"),
         ({"stream": True, "stream_options": {"no_such": 1}}, "stream_options.no_such", "unknown_field"),
+        ({"echo": True}, "echo", "unknown_field"),
         ({"stop_token_ids": [-5]}, "stop_token_ids.0", "invalid_value"),
         ({"stop_token_ids": [1, 10**12]}, "stop_token_ids.1", "invalid_value"),
         ({"seed": 2**80}, "seed", None),
@@ -144,8 +255,8 @@ def test_bad_fields_are_answered_with_400_that_names_them(
     assert server.chat().status_code == 200
 
 
-@pytest.mark.parametrize("prompt", ["", [], [""], ["a", "b"], [[1], [2]], None, 5, ["a", 1], [[]]])
-def test_prompts_that_are_not_one_prompt_are_refused(plain_server: Any, prompt: Any) -> None:
+@pytest.mark.parametrize("prompt", ["", [], [""], ["a", ""], [[1], []], None, 5, ["a", 1], [[]], ["a"] * 129])
+def test_what_is_no_prompt_is_refused(plain_server: Any, prompt: Any) -> None:
     response = plain_server.complete(prompt=prompt)
     assert response.status_code == 400, response.text
     assert "prompt" in response.json()["error"]["message"]
@@ -154,8 +265,8 @@ def test_prompts_that_are_not_one_prompt_are_refused(plain_server: Any, prompt: 
 @pytest.mark.parametrize(
     ("prompt", "param"),
     [
-        (["a", "b"], "prompt"),
-        ([[1], [2]], "prompt"),
+        (["a"] * 129, "prompt"),
+        ([[1], [2, "a"]], "prompt.1.1"),
         ([1, "a"], "prompt.1"),
         (5, "prompt"),
         ([[1, None]], "prompt.0.1"),

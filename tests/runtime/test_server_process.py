@@ -19,8 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
+from engine_oracle import deterministic_logits
+
+from harness.calib.measure import negative_log_likelihood
+from harness.tokenizer import Tokenizer
 
 COMMAND = [sys.executable, "-c", "from harness.runtime.cli import main; main()"]
 SMALL = ["--kv-cache-memory", "512MiB", "--max-model-len", "1024", "--deterministic", "--served-model-name", "smol"]
@@ -178,14 +183,38 @@ def test_a_prompt_over_the_context_or_of_unknown_tokens_is_400_and_the_server_li
     assert server.ask("Hello?").status_code == 200
 
 
-def test_logprobs_are_of_the_answer_alone_and_refused_with_echo(server: Server) -> None:
+def test_logprobs_are_of_the_answer_alone(server: Server) -> None:
     body = {"model": "smol", "prompt": "The capital of France is", "top_k": 1, "logprobs": 2, "max_tokens": 3}
     logprobs = server.client.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
     assert len(logprobs["tokens"]) == 3
     assert all(value <= 0 for value in logprobs["token_logprobs"])
     assert all(len(top) == 2 for top in logprobs["top_logprobs"])
-    refused = server.client.post("/v1/completions", json={**body, "echo": True})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+
+
+def test_likelihoods_of_prompts_are_those_of_the_logits(server: Server, smollm2_engine: Path) -> None:
+    """What lm-evaluation-harness sends, and what it makes of the answer: lists of token ids, one token after each."""
+    tokenizer = Tokenizer.from_dir(smollm2_engine)
+    prompts = [tokenizer.encode(text) for text in (SYSTEM, "The capital of France is Paris.", "为什么天空是蓝色的？")]
+    body = {"model": "smol", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
+    response = server.client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    for prompt, choice in zip(prompts, response.json()["choices"], strict=True):
+        logits = deterministic_logits(smollm2_engine, prompt)
+        told = choice["logprobs"]["token_logprobs"]
+        assert (len(told), told[0]) == (len(prompt) + 1, None)
+        losses = negative_log_likelihood(logits[:-1], np.array(prompt[1:]))
+        np.testing.assert_allclose(told[1:-1], -losses, atol=1e-5)
+        tops = choice["logprobs"]["top_logprobs"][1:-1]
+        is_greedy = [value == max(top.values()) for value, top in zip(told[1:-1], tops, strict=True)]
+        assert is_greedy == (logits[:-1].argmax(axis=1) == prompt[1:]).tolist()
+
+
+def test_the_end_token_is_reported_where_one_token_is_asked_for(server: Server) -> None:
+    prompt = "<|im_start|>user\nSay nothing.<|im_end|>\n<|im_start|>assistant\nThe capital of France is Paris."
+    body = {"model": "smol", "prompt": prompt, "temperature": 0, "logprobs": 1, "echo": True, "max_tokens": 1}
+    choice = server.client.post("/v1/completions", json=body).json()["choices"][0]
+    assert choice["logprobs"]["tokens"][-1] == "<|im_end|>"
+    assert choice["text"] == prompt
 
 
 def test_a_closed_connection_frees_its_blocks_within_a_second(server: Server) -> None:

@@ -52,6 +52,38 @@ def test_completion_stream_sends_deltas_only(scripted_server: Any, answer: Any, 
     assert "".join(event["choices"][0]["text"] for event in echoed) == "Hione two three four"
 
 
+def test_a_streamed_report_on_the_prompt_comes_with_the_first_text(
+    scripted_server: Any, answer: Any, read_events: Any
+) -> None:
+    server = scripted_server(answer("one two", logprobs=True, pause=0.01))
+    fields: dict[str, Any] = {"prompt": "prompt", "echo": True, "logprobs": 1, "max_tokens": 20}
+    whole = server.complete(**fields).json()["choices"][0]
+    choices = [event["choices"][0] for event in read_events(server.complete(**fields, stream=True))]
+    assert choices[0]["text"].startswith("prompto")
+    assert len(choices) > 2
+    assert "".join(choice["text"] for choice in choices) == whole["text"] == "promptone two"
+    for name, column in whole["logprobs"].items():
+        parts = [choice["logprobs"][name] for choice in choices if choice["logprobs"]]
+        assert [entry for part in parts for entry in part] == column
+
+
+def test_a_report_comes_with_an_answer_that_shows_nothing(scripted_server: Any, answer: Any, read_events: Any) -> None:
+    server = scripted_server(answer("STOP", logprobs=True))
+    fields: dict[str, Any] = {"prompt": "ab", "echo": True, "logprobs": 0, "max_tokens": 9, "stop": "STOP"}
+    events = read_events(server.complete(**fields, stream=True))
+    for choices in ([event["choices"][0] for event in events], server.complete(**fields).json()["choices"]):
+        assert "".join(choice["text"] for choice in choices) == "ab"
+        assert choices[0]["logprobs"]["token_logprobs"] == [None, -1, -2]
+        assert choices[-1]["finish_reason"] == "stop"
+
+
+def test_several_prompts_are_not_streamed(scripted_server: Any, answer: Any) -> None:
+    server = scripted_server(answer("Hello."))
+    response = server.complete(prompt=["a", "b"], stream=True)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "stream")
+    assert server.complete(prompt=["a"], stream=True).status_code == 200
+
+
 @pytest.mark.parametrize("endpoint", ["chat", "complete"])
 def test_usage_comes_in_a_last_chunk_without_choices(
     scripted_server: Any, answer: Any, read_events: Any, endpoint: str
@@ -286,6 +318,27 @@ def test_requests_being_tokenized_are_limited(scripted_server: Any, answer: Any,
         assert [response.result().status_code for response in responses] == [200, 200]
     assert server.complete().status_code == 200
     assert server.service.num_active == 0
+
+
+def test_each_prompt_of_a_list_counts_in_the_limit(scripted_server: Any, answer: Any) -> None:
+    server = scripted_server(answer("Hello.", before=0.5), max_active=4)
+    with ThreadPoolExecutor() as pool:
+        response = pool.submit(server.complete, prompt=["a", "b", "c"])
+        assert wait_until(lambda: server.backend.num_running == 3, 5)
+        assert server.service.num_active == 3
+        assert server.complete(prompt=["a", "b"]).status_code == 429
+        assert server.complete(prompt="a").status_code == 200
+        assert len(response.result().json()["choices"]) == 3
+    assert server.service.num_active == 0
+
+
+def test_a_client_that_goes_takes_all_its_prompts_with_it(scripted_server: Any, answer: Any) -> None:
+    server = scripted_server(answer("", before=60))
+    body = {"model": "scripted", "prompt": ["a", "b", "c"]}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.5)
+    assert wait_until(lambda: server.backend.num_running == 0, 1)
+    assert len(server.backend.closed_early) == 3
 
 
 def test_a_client_that_goes_while_its_prompt_is_tokenized_is_counted(
