@@ -26,7 +26,7 @@ from harness.build.lowering.quantize import QuantizedRows, unpack_nibbles
 from harness.checkpoint_record import NGRAMS_NAME, RECORD_NAME, SENSITIVITY_NAME, CheckpointRecord, read_record
 from harness.errors import BuildError, EngineError, RecipeError, SourceError
 from harness.manifest import verify_file
-from harness.recipe import Precision, Recipe, linear_shapes
+from harness.recipe import Precision, Recipe, in_decoder, linear_shapes
 from harness.weight_source import FloatArray, row_range, safe_name
 
 _COPY_AGAIN = "copy the checkpoint again, whole, or remove its folder and build it again"
@@ -74,7 +74,7 @@ class QuantizedCheckpoint(HfFolderSource):
         self.recipe = self._read_recipe()
         resolved = self.recipe.resolve(self.spec)
         # embeddings and lm_head are quantized when an engine is lowered
-        self._linears = {module: p for module, p in resolved.items() if module.startswith("model.layers.")}
+        self._linears = {module: p for module, p in resolved.items() if in_decoder(module)}
         self.quantized = {module: p for module, p in self._linears.items() if p.dtype != "f16"}
         self._module_of = {f"{module}.weight": module for module in self.quantized}
         self._names = self._check_modules()

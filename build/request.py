@@ -25,7 +25,7 @@ from harness.build.tokenizer_check import check_tokenizer
 from harness.build.weight_check import check_weights
 from harness.console import printable
 from harness.errors import CalibrationError, UsageError
-from harness.recipe import INT8, PRESETS, Precision, Recipe, default_preset, load_recipe, preset
+from harness.recipe import INT8, PRESETS, Precision, Recipe, default_preset, in_decoder, load_recipe, preset
 from harness.tokenizer import Tokenizer
 from harness.weight_source import WeightSource
 
@@ -40,7 +40,6 @@ _NEEDED = (
 )
 _PERCENT = re.compile(r"^(\d+(?:\.\d+)?)\s*%$")
 _DEFAULT_BITS = 4.5
-_DEFAULT_SAMPLES, _DEFAULT_TOKENS = 128, 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +131,7 @@ class BuildRequest:
         check_weights(source)
         if chosen is not None:
             resolved = chosen.resolve(source.spec)  # refused here rather than when the traffic is read
-            if all(p.dtype == "f16" for module, p in resolved.items() if module.startswith("model.layers.")):
+            if all(p.dtype == "f16" for module, p in resolved.items() if in_decoder(module)):
                 return source, chosen  # embeddings are rounded to nearest either way
         checkpoint = open_checkpoint(self._calibrate(source, chosen, engines_dir, console))
         return checkpoint, checkpoint.recipe
@@ -166,7 +165,7 @@ class BuildRequest:
         os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
 
         from harness.calib.calibrate import Goal, calibrate, int8_reasoning, torch_device
-        from harness.calib.calibration_set import make_calibration_set
+        from harness.calib.calibration_set import DEFAULT_SAMPLES, DEFAULT_TOKENS, make_calibration_set
         from harness.calib.checkpoint_maker import Calibration, Optimize, Target
         from harness.calib.set_report import render_text
 
@@ -178,8 +177,8 @@ class BuildRequest:
             traffic=self.traffic,
             system_prompts=self.system_prompts,
             allow_no_system_prompts=self.no_system_prompts,
-            num_samples=self.num_samples or _DEFAULT_SAMPLES,
-            max_tokens=self.max_tokens or _DEFAULT_TOKENS,
+            num_samples=self.num_samples or DEFAULT_SAMPLES,
+            max_tokens=self.max_tokens or DEFAULT_TOKENS,
         )
         console.print(printable(render_text(chosen.report)), soft_wrap=True)
         limit = self._loss_limit()

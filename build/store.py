@@ -6,8 +6,6 @@ nothing, not even the folders it made for the engine to lie in; what a killed on
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -19,10 +17,10 @@ from pathlib import Path
 from typing import Literal
 
 from harness.errors import BuildError, EngineError
+from harness.folder_lock import lock_folder, remove_abandoned
 from harness.manifest import MANIFEST_NAME, read_manifest, verify_files
 
 _TEMPORARY = ".building-"
-_ATTEMPTS = 100  # other builds may remove a folder again and again, but not for ever
 
 
 def engine_id(
@@ -48,7 +46,7 @@ def existing_engine(engine_dir: Path, wanted_id: str) -> bool:
     """Whether the wanted engine is already there, whole.
 
     Raises:
-        BuildError: the folder holds something else, or a damaged engine.
+        BuildError: the folder holds something else, or an engine that is damaged or of another version.
         OSError: the folder cannot be looked at.
     """
     if not engine_dir.exists():
@@ -61,7 +59,7 @@ def existing_engine(engine_dir: Path, wanted_id: str) -> bool:
                 return True
         except EngineError as error:
             raise BuildError(
-                f"{engine_dir} holds a damaged engine: {error.message}",
+                f"{engine_dir} holds an engine that cannot be reused: {error.message}",
                 "remove it and build again, or give another --out",
             ) from None
         raise BuildError(
@@ -108,7 +106,8 @@ def staged(engine_dir: Path) -> Iterator[Path]:
     """
     target = Path(os.path.realpath(engine_dir))  # a link to an empty folder is filled, not replaced
     with _made(target.parent):
-        _remove_leftovers(target.parent)
+        for leftover in target.parent.glob(f"{_TEMPORARY}*"):
+            remove_abandoned(leftover)
         stage, lock = _make_locked(target.parent)
         try:
             yield stage
@@ -133,49 +132,7 @@ def _made(folder: Path) -> Iterator[None]:
 
 def _make_locked(parent: Path) -> tuple[Path, int]:
     """A new folder and a descriptor that holds its lock; until then, another build may take it for a leftover."""
-    for _ in range(_ATTEMPTS):
-        parent.mkdir(parents=True, exist_ok=True)  # a build that failed may have removed it
+    while True:
         stage = parent / f"{_TEMPORARY}{secrets.token_hex(6)}"
-        try:
-            stage.mkdir()
-            lock = os.open(stage, os.O_RDONLY)
-        except FileNotFoundError:
-            continue
-        try:
-            _lock(lock)
-            if stage.exists():
-                return stage, lock
-        except BlockingIOError:  # another build is about to remove it
-            pass
-        os.close(lock)
-    raise FileNotFoundError(errno.ENOENT, "no folder can be made there", str(parent))
-
-
-def _lock(folder: int) -> bool:
-    """Lock a folder by its descriptor; False on a file system without locks, where nothing is ever a leftover.
-
-    The kernel drops the lock with its process. A process id would not do: two containers that share a disk do not see
-    each other's.
-
-    Raises:
-        BlockingIOError: another holds it.
-    """
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:
-        return False
-    return True
-
-
-def _remove_leftovers(parent: Path) -> None:
-    for stage in parent.glob(f"{_TEMPORARY}*"):
-        try:
-            folder = os.open(stage, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:  # gone since, or somebody else's
-            continue
-        with suppress(BlockingIOError):
-            if _lock(folder):
-                shutil.rmtree(stage, ignore_errors=True)
-        os.close(folder)
+        with suppress(BlockingIOError):  # another build is about to remove it
+            return stage, lock_folder(stage)

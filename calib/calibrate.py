@@ -44,7 +44,7 @@ from harness.calib.sensitivity import (
 )
 from harness.calib.units import Unit, decision_units, portable_int4
 from harness.errors import CalibrationError, RecipeError
-from harness.recipe import INT8, Precision, Recipe
+from harness.recipe import INT8, Precision, Recipe, is_routed_expert
 from harness.spec import ModelSpec
 
 _INT8_ACTIVATIONS = Precision(dtype="int8", int8_activations=True)
@@ -140,7 +140,7 @@ def _recipe(name: str, calibration: Calibration, units: Sequence[Unit], assignme
     """The assignment as a recipe; int8 layers get int8 activations for prefill, experts excepted."""
     if calibration.optimize == "prefill":
         # transformers, vLLM and SGLang read quantized experts only where activations are not
-        plain = {unit.name for unit in units if ".experts." in unit.modules[0]}
+        plain = {unit.name for unit in units if is_routed_expert(unit.modules[0])}
         assignment = {
             name: _INT8_ACTIVATIONS if precision == INT8 and name not in plain else precision
             for name, precision in assignment.items()
@@ -222,20 +222,34 @@ def _sensitivity(
     identity = hashlib.sha256(json.dumps([*parts, library_versions()]).encode()).hexdigest()[:12]
     path = calibration.engines_dir / source.name / f"sensitivity-{identity}.json"
     found = _read_harm(path, units, candidates)
-    if found is not None:
-        calibration.say(f"sensitivity found in {path}")
-        return found
-    decoder = StreamedDecoder(source, calibration.device)
-    # of a fixed name, so that what a killed run left is used up by the next
-    with working_folder(path.with_name(f".sensitivity-{identity}")) as folder:
-        try:
-            errors = measure_output_errors(decoder, chosen.samples, units, candidates, folder, calibration.on_progress)
-            worst = shortlisted(units, errors, candidates[0])
-            divergence = measure_divergence(
-                decoder, chosen.samples, worst, candidates[0], errors.second_moments, folder, calibration.on_progress
-            )
-        finally:
-            shutil.rmtree(folder)
+    if found is None:
+        # of a fixed name, so that what a killed run left is used up by the next
+        work = path.with_name(f".sensitivity-{identity}")
+
+        def waiting() -> None:
+            calibration.say(f"another run measures the same sensitivity (it is at work in {work}): waiting for it")
+
+        with working_folder(work, waiting) as folder:
+            try:
+                found = _read_harm(path, units, candidates)  # by the run that was waited for
+                if found is None:
+                    return _measure_harm(calibration, units, candidates, folder, path)
+            finally:
+                shutil.rmtree(folder)
+    calibration.say(f"sensitivity found in {path}")
+    return found
+
+
+def _measure_harm(
+    calibration: Calibration, units: Sequence[Unit], candidates: Sequence[Precision], work: Path, path: Path
+) -> dict[str, list[float]]:
+    """Harm by unit and candidate, measured in a working folder and kept in the file `path`."""
+    decoder, samples = StreamedDecoder(calibration.source, calibration.device), calibration.calibration_set.samples
+    errors = measure_output_errors(decoder, samples, units, candidates, work, calibration.on_progress)
+    worst = shortlisted(units, errors, candidates[0])
+    divergence = measure_divergence(
+        decoder, samples, worst, candidates[0], errors.second_moments, work, calibration.on_progress
+    )
     harm = estimate_harm(units, candidates, errors, divergence)
     content = {
         "output_error": errors.relative,

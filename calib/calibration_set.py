@@ -30,6 +30,7 @@ from harness.tokenizer import Tokenizer
 
 DEFAULT_SET = Path(__file__).parent / "default_set" / "default.jsonl"
 FEWEST_SAMPLES, MOST_SAMPLES = 128, 512
+DEFAULT_SAMPLES, DEFAULT_TOKENS = 128, 512
 MAX_HELD_OUT = 32
 MIN_HELD_OUT = 4
 SHORT_TOKENS = 16
@@ -67,8 +68,8 @@ def make_calibration_set(
     traffic: Sequence[Path] = (),
     system_prompts: Sequence[Path] = (),
     allow_no_system_prompts: bool = False,
-    num_samples: int = 128,
-    max_tokens: int = 512,
+    num_samples: int = DEFAULT_SAMPLES,
+    max_tokens: int = DEFAULT_TOKENS,
     seed: int = 0,
 ) -> CalibrationSet:
     """Draw a set from files of traffic, or from the bundled one, with the model's own tokenizer and chat template.

@@ -22,11 +22,10 @@ from safetensors.torch import save_file
 
 from harness.calib.quantizer import QuantizedMatrix, weight_args
 from harness.errors import CalibrationError
-from harness.recipe import Precision
+from harness.recipe import Precision, is_routed_expert
 from harness.tokenizer import TokenizerFiles
 from harness.weight_source import WeightSource
 
-_EXPERTS = ".mlp.experts."
 _LARGEST_HALF = 65504.0
 
 
@@ -105,8 +104,8 @@ def shard_name(number: int, total: int) -> str:
 
 def quantization_config(source: WeightSource, linears: Mapping[str, Precision]) -> dict[str, Any]:
     """`quantization_config` of config.json for decoder linears of given precisions."""
-    experts = {m: p for m, p in linears.items() if _EXPERTS in m and p.dtype != "f16"}
-    others = {m: p for m, p in linears.items() if _EXPERTS not in m and p.dtype != "f16"}
+    experts = {m: p for m, p in linears.items() if is_routed_expert(m) and p.dtype != "f16"}
+    others = {m: p for m, p in linears.items() if not is_routed_expert(m) and p.dtype != "f16"}
     groups: dict[str, QuantizationScheme] = {}
     for precision in dict.fromkeys(experts.values()):
         layers = sorted({int(m.split(".")[2]) for m, p in experts.items() if p == precision})

@@ -41,6 +41,8 @@ from harness.recipe import (
     Recipe,
     decoder_bits_per_weight,
     dump_recipe,
+    in_decoder,
+    is_routed_expert,
     model_bits_per_weight,
     num_linear_parameters,
 )
@@ -102,7 +104,7 @@ class CheckpointMaker:
             shutil.rmtree(working, ignore_errors=True)  # a run was killed after its last step but one
             return self._told(folder, read_record(folder))
         tell_fitted(c, recipe)
-        linears = {name: p for name, p in resolved.items() if name.startswith("model.layers.")}
+        linears = {name: p for name, p in resolved.items() if in_decoder(name)}
         with working_folder(working) as work:
             complete = work / CHECKPOINT_FOLDER
             if (folder / RECORD_NAME).is_file():  # another run was faster
@@ -207,19 +209,19 @@ def check_portable(resolved: Mapping[str, Precision]) -> None:
     Raises:
         RecipeError: a precision that some of them do not read; names the module.
     """
-    experts = {str(p): name for name, p in resolved.items() if ".mlp.experts." in name}
+    experts = {str(p): name for name, p in resolved.items() if is_routed_expert(name)}
     if len(experts) > 1:
         raise RecipeError(
             f"routed experts of several precisions ({', '.join(sorted(experts))}): other servers read one scheme",
             "give all experts of all layers one precision, or --for cpu",
         )
     for name, precision in resolved.items():
-        if not name.startswith("model.layers."):
+        if not in_decoder(name):
             continue
         if precision.dtype == "int4" and (not precision.symmetric or precision.group_size not in (64, 128)):
             raise RecipeError(
                 f"{name} is {precision}, which not every arch and server reads (int4-g128 and int4-g64 are)",
                 "change the recipe, or give --for cpu for a checkpoint that is lowered to cpu alone",
             )
-        if precision.int8_activations and ".mlp.experts." in name:
+        if precision.int8_activations and is_routed_expert(name):
             raise RecipeError(f"{name} is {precision}: routed experts cannot have int8 activations", "give them int8")

@@ -7,11 +7,10 @@ the run needs: the hidden states behind the last layer, and how far it is. Needs
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -37,7 +36,8 @@ from harness.calib.statistics import LayerStatistics
 from harness.calib.units import by_input, layer_modules
 from harness.checkpoint_record import STATISTICS_NAME, LossPart
 from harness.errors import CalibrationError
-from harness.recipe import F16, Precision
+from harness.folder_lock import lock_folder
+from harness.recipe import F16, Precision, in_decoder
 from harness.weight_source import WeightSource
 
 QUANTIZER_VERSION = 1
@@ -70,21 +70,25 @@ def checkpoint_id(content_hash: str, set_fingerprint: str, precisions: Mapping[s
 
 
 @contextmanager
-def working_folder(folder: Path) -> Iterator[Path]:
+def working_folder(folder: Path, on_busy: Callable[[], None] | None = None) -> Iterator[Path]:
     """A folder that is kept when the block fails, so that the next run goes on from it; locked against a second run.
 
+    `on_busy`: called where another run is at work, which is then waited for.
+
     Raises:
-        CalibrationError: another run is at work on the same checkpoint.
+        CalibrationError: another run is at work on the same checkpoint, and there is no `on_busy`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CalibrationError(f"another run is at work in {folder}", "wait for it, or stop it") from None
-        except OSError:
-            pass  # a file system without locks
+        lock = lock_folder(folder)
+    except BlockingIOError:
+        if on_busy is None:
+            raise CalibrationError(
+                f"another run makes the same checkpoint (it is at work in {folder})",
+                "wait for it, then give the same command again, which finds the checkpoint made; or stop that run",
+            ) from None
+        on_busy()
+        lock = lock_folder(folder, wait=True)
+    try:
         yield folder
     finally:
         os.close(lock)
@@ -177,7 +181,8 @@ class ModelQuantizer:
             self._advance(layer, "baseline", number)
             with bfloat16_products(), LayerStatistics(layer, list(precisions)) as seen:
                 unreached = self._observe(layer, before, prefix)
-            tensors = smooth_layer(layer, prefix, precisions, seen)
+            smooth_layer(layer, prefix, precisions, seen)
+            tensors: dict[str, torch.Tensor] = {}
             for key, modules in by_input(list(precisions)).items():
                 tensors |= _quantize(layer, modules, precisions[modules[0]], seen.hessians[key])
             self._write_layer(number, layer, prefix, tensors, seen)
@@ -228,15 +233,14 @@ class ModelQuantizer:
         for name, values in [*layer.named_parameters(), *layer.named_buffers()]:
             module = f"{prefix}{name}".removesuffix(".weight")
             if self._precisions.get(module, F16).dtype == "f16":
-                tensors.setdefault(prefix + name, values.detach())
-                tensors[prefix + name] = in_16_bits(tensors[prefix + name].cpu())
+                tensors[prefix + name] = in_16_bits(values.detach().cpu())
         write_shard(self._folder / shard_name(number + 1, self._num_layers + 1), tensors)
         maxima = {f"{key}.input_maxima": values for key, values in seen.input_maxima.items()}
         maxima |= {f"{module}.output_maxima": values for module, values in seen.output_maxima.items()}
         write_shard(self._work / f"layer-statistics-{number:05d}", maxima)
 
     def _write_rest(self) -> None:
-        names = [n for n in sorted(self._source.names()) if not n.startswith("model.layers.")]
+        names = [n for n in sorted(self._source.names()) if not in_decoder(n)]
         tensors = {name: in_16_bits(torch.from_numpy(self._source.read(name))) for name in names}
         write_shard(self._folder / shard_name(self._num_layers + 1, self._num_layers + 1), tensors)
 

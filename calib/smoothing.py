@@ -21,18 +21,12 @@ _STRENGTH = 0.5
 _NORM_BEFORE = {"self_attn.first": "input_layernorm", "mlp.gate_up": "post_attention_layernorm"}
 
 
-def smooth_layer(
-    layer: nn.Module, prefix: str, precisions: Mapping[str, Precision], seen: LayerStatistics
-) -> dict[str, torch.Tensor]:
+def smooth_layer(layer: nn.Module, prefix: str, precisions: Mapping[str, Precision], seen: LayerStatistics) -> None:
     """Smooth the inputs of the modules with int8 activations that follow a norm of their own.
 
     The norm's and the modules' weights change in place, and with them the statistics. A mixture of experts is left
     alone: its norm feeds the router too.
-
-    Returns:
-        The new weights of the norms, by name in a checkpoint.
     """
-    changed = {}
     for key, modules in by_input(list(precisions)).items():
         norm_name = _NORM_BEFORE.get(key.removeprefix(prefix))
         if norm_name is None or not precisions[modules[0]].int8_activations:
@@ -48,5 +42,3 @@ def smooth_layer(
                 linear.weight.mul_(factors)
         seen.input_maxima[key] /= factors
         seen.hessians[key] /= factors * factors[:, None]
-        changed[f"{prefix}{norm_name}.weight"] = norm_weight.detach().clone()
-    return changed

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.recipe import Precision, fused_groups, linear_shapes
+from harness.recipe import Precision, fused_groups, in_decoder, is_routed_expert, linear_shapes
 from harness.spec import ModelSpec
 
 _FIRST_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
-_EXPERTS = ".mlp.experts."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +74,11 @@ def decision_units(spec: ModelSpec, *, experts_together: bool) -> list[Unit]:
     members: dict[str, list[str]] = {}
     fused = {module: group[0] for group in fused_groups(spec) for module in group}
     for module in shapes:
-        if not module.startswith("model.layers."):
+        if not in_decoder(module):
             continue
-        prefix, is_expert, _ = module.partition(_EXPERTS)
-        experts = "experts" if experts_together else f"{prefix}.mlp.experts"
-        key = experts if is_expert else fused.get(module, module)
+        key = fused.get(module, module)
+        if is_routed_expert(module):
+            key = "experts" if experts_together else f"model.layers.{layer_of(module)}.mlp.experts"
         members.setdefault(key, []).append(module)
     return [_unit(key, modules, shapes) for key, modules in members.items()]
 
@@ -89,7 +88,7 @@ def portable_int4(spec: ModelSpec) -> Precision:
 
     transformers, vLLM and SGLang read the experts of a checkpoint by one scheme, so that they cannot differ in this.
     """
-    widths = {inner for module, (_, inner) in linear_shapes(spec).items() if _EXPERTS in module}
+    widths = {inner for module, (_, inner) in linear_shapes(spec).items() if is_routed_expert(module)}
     return Precision(dtype="int4", group_size=64 if any(width % 128 for width in widths) else 128)
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from harness.calib.calibration_set import make_calibration_set
 from harness.calib.measure import kl_divergence, negative_log_likelihood
-from harness.recipe import linear_shapes
+from harness.recipe import in_decoder, linear_shapes
 from harness.tokenizer import Tokenizer
 from harness.weight_source import FloatArray, WeightSource
 
@@ -96,7 +96,7 @@ class QualityModel:
         cache: Path,
     ) -> None:
         self.name, self.source, self.spec = name, source, source.spec
-        self.linears = {m: shape for m, shape in linear_shapes(self.spec).items() if m.startswith("model.layers.")}
+        self.linears = {m: shape for m, shape in linear_shapes(self.spec).items() if in_decoder(m)}
         """`(out, in)` of every decoder linear."""
         tokenizer = Tokenizer(source.tokenizer, source.generation_config)
         self.windows = {d: _windows(tokenizer, texts, num_windows) for d, texts in held_out.items()}

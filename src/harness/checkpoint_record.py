@@ -6,16 +6,14 @@ says what it was made from and how, and holds the sha256 of every other file, wh
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from harness.errors import SourceError
-from harness.manifest import CalibrationSetPart, FilePart, ModelPart, RecipePart
+from harness.manifest import CalibrationSetPart, FilePart, ModelPart, RecipePart, read_versioned
 
-SCHEMA_VERSION = 1
 RECORD_NAME = "calibration.json"
 NGRAMS_NAME, SENSITIVITY_NAME = "calibration-ngrams.npy", "sensitivity.json"
 """What a quality report reads of a calibration; engines carry copies. The second only where the recipe was searched."""
@@ -69,19 +67,7 @@ def read_record(folder: Path) -> CheckpointRecord:
             f"no quantized checkpoint in {folder} (it has no {RECORD_NAME})",
             "give the folder that harness-build made, or the unquantized weights as --model",
         )
-    try:
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        version = raw.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise SourceError(
-                f"{path} has schema_version {version!r}, this version reads {SCHEMA_VERSION}", _MAKE_AGAIN
-            )
-        record = CheckpointRecord.model_validate(raw)
-    except ValidationError as error:
-        reason = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
-        raise SourceError(f"{path} is not a valid record: {reason}", _MAKE_AGAIN) from None
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise SourceError(f"{path} is not a valid record: {error}", _MAKE_AGAIN) from None
+    record = read_versioned(path, CheckpointRecord, SourceError, _MAKE_AGAIN)
     for name in record.files:
         # a record is input: it must not point out of its folder
         if name in ("", ".", "..", RECORD_NAME) or not name.isprintable() or set(name) & {"/", "\\"}:

@@ -11,14 +11,13 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from harness.errors import EngineError
+from harness.errors import EngineError, HarnessError
 
 MANIFEST_NAME = "manifest.json"
-SCHEMA_VERSION = 2
 BUNDLED_SET = "bundled default set"
 """Label of the calibration set that comes with this project."""
 _REQUIRED = ("model.xml", "model.bin", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
@@ -28,6 +27,7 @@ _COPY_AGAIN = "copy the engine again, or rebuild it"
 
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 PositiveInt = Annotated[int, Field(gt=0)]
+Versioned = TypeVar("Versioned", bound=BaseModel)
 
 
 class _Part(BaseModel):
@@ -92,7 +92,6 @@ class CalibrationPart(_Part):
         if set(given) != {self.method != "round-to-nearest"}:
             raise ValueError(f"{self.method} with {given.count(True)} of fingerprint, checkpoint_id, calibration_set")
         return self
-
 
     def describe(self) -> str:
         """The calibration in a line."""
@@ -206,24 +205,35 @@ def read_manifest(engine_dir: Path) -> EngineManifest:
             f"no engine in {engine_dir} (it has no {MANIFEST_NAME})",
             "build one with: harness-build --model MODEL --arch cpu",
         )
-    try:
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        version = raw.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise EngineError(
-                f"{path} has schema_version {version!r}, this version reads {SCHEMA_VERSION}", "rebuild the engine"
-            )
-        manifest = EngineManifest.model_validate(raw)
-    except ValidationError as error:
-        reason = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
-        raise EngineError(f"{path} is not a valid manifest: {reason}", "rebuild the engine") from None
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise EngineError(f"{path} is not a valid manifest: {error}", "rebuild the engine") from None
+    manifest = read_versioned(path, EngineManifest, EngineError, "rebuild the engine")
     for name in manifest.files:
         # a manifest is input: it must not point out of its folder
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise EngineError(f"{path} lists a file outside the engine: {name!r}", "do not use this engine")
     return manifest
+
+
+def read_versioned(path: Path, kind: type[Versioned], refusal: type[HarnessError], make_again: str) -> Versioned:
+    """Read and check a JSON file that says the version of its schema.
+
+    Raises:
+        HarnessError: a `refusal` with the hint `make_again`: another version wrote it, or it is broken; names fields.
+    """
+    known = kind.model_fields["schema_version"].default
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        seen = raw.get("schema_version")
+        if seen != known:
+            age = "an older" if isinstance(seen, int) and seen < known else "another"
+            raise refusal(
+                f"{path} is of {age} version: its schema_version is {seen!r}, this one reads {known}", make_again
+            )
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        reason = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        reason = str(error)
+    raise refusal(f"{path} is not valid: {reason}", make_again)
 
 
 def sha256_file(path: Path) -> str:

@@ -181,6 +181,16 @@ def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     return shapes
 
 
+def in_decoder(name: str) -> bool:
+    """Whether a module or a tensor is of a decoder layer: embeddings, the last norm and `lm_head` are not."""
+    return name.startswith("model.layers.")
+
+
+def is_routed_expert(module: str) -> bool:
+    """Whether a module is of an expert that a router chooses; shared experts are not."""
+    return ".mlp.experts." in module
+
+
 def _attention_shapes(spec: ModelSpec, prefix: str) -> dict[str, tuple[int, int]]:
     a, hidden = spec.attention, spec.hidden_size
     if isinstance(a, MlaSpec):
@@ -256,7 +266,7 @@ def model_bits_per_weight(spec: ModelSpec, resolved: Mapping[str, Precision]) ->
 
 def decoder_bits_per_weight(spec: ModelSpec, resolved: Mapping[str, Precision]) -> float:
     """Mean bits over the linear modules of the decoder layers: what recipes of equal size are compared by."""
-    decoder = {name: shape for name, shape in linear_shapes(spec).items() if name.startswith("model.layers.")}
+    decoder = {name: shape for name, shape in linear_shapes(spec).items() if in_decoder(name)}
     return _mean_bits(decoder, resolved)
 
 

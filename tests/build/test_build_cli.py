@@ -306,12 +306,14 @@ def test_an_engine_is_reused_by_its_content(model: Path, tmp_path: Path, build: 
     assert build("verify", "--engine", engine).code == 0
 
 
-def test_a_damaged_engine_is_not_reused(model: Path, build: Callable[..., Done]) -> None:
+def test_an_engine_that_is_damaged_or_old_is_not_reused(model: Path, build: Callable[..., Done]) -> None:
     assert build("--no-calib", "--model", "tiny", "--out", "e").code == 0
     cut("model.bin", 1)(Path("e"))
-    build("--no-calib", "--model", "tiny", "--out", "e").says("damaged", "model.bin has", "remove it")
+    build("--no-calib", "--model", "tiny", "--out", "e").says("cannot be reused", "model.bin has", "remove it")
+    edit_json("manifest.json", schema_version=1)(Path("e"))
+    build("--no-calib", "--model", "tiny", "--out", "e").says("cannot be reused", "of an older version", "remove it")
     write("manifest.json", "{")(Path("e"))
-    build("--no-calib", "--model", "tiny", "--out", "e").says("damaged", "not a valid manifest", "remove it")
+    build("--no-calib", "--model", "tiny", "--out", "e").says("cannot be reused", "is not valid", "remove it")
 
 
 @pytest.fixture(scope="module")
@@ -355,14 +357,17 @@ def list_file(name: str) -> Edit:
         (list_file("../model.bin"), ["outside the engine", "'../model.bin'"]),
         (list_file("/etc/passwd"), ["outside the engine"]),
         (list_file("x" * 5000), ["x" * 5000]),
-        (edit_json("manifest.json", schema_version=1), ["schema_version 1", "reads 2"]),
-        (edit_json("manifest.json", schema_version=None), ["schema_version None"]),
+        (
+            edit_json("manifest.json", schema_version=1),
+            ["of an older version", "schema_version is 1", "reads 2", "rebuild"],
+        ),
+        (edit_json("manifest.json", schema_version=None), ["of another version", "schema_version is None"]),
         (edit_json("manifest.json", files={}), ["model.xml is not in the manifest"]),
-        (edit_json("manifest.json", kv=None), ["not a valid manifest: kv"]),
-        (edit_json("manifest.json", surprise=1), ["not a valid manifest: surprise"]),
-        (write("manifest.json", "[]"), ["not a valid manifest"]),
-        (write("manifest.json", "[" * 100_000), ["not a valid manifest"]),
-        (write("manifest.json", b"\xff"), ["not a valid manifest"]),
+        (edit_json("manifest.json", kv=None), ["is not valid: kv"]),
+        (edit_json("manifest.json", surprise=1), ["is not valid: surprise"]),
+        (write("manifest.json", "[]"), ["is not valid"]),
+        (write("manifest.json", "[" * 100_000), ["is not valid"]),
+        (write("manifest.json", b"\xff"), ["is not valid"]),
     ],
 )
 def test_verify_finds_what_is_wrong(edit: Edit, words: list[str], engine: Path, build: Callable[..., Done]) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ from harness.calib.calibration_set import CalibrationSet
 from harness.calib.checkpoint_maker import CheckpointMaker, Made, Optimize
 from harness.checkpoint_record import read_record
 from harness.errors import CalibrationError, RecipeError
+from harness.folder_lock import lock_folder
 from harness.recipe import Precision, Recipe, load_recipe
 
 SaveModel = Callable[[transformers.PretrainedConfig], tuple[Path, transformers.PreTrainedModel]]
@@ -133,6 +138,38 @@ def test_a_broken_sensitivity_is_measured_again(llama: Path) -> None:
         assert calibrate(calibration, Goal(bits=5.0)) == made
         assert "output errors" in stages
         assert path.read_text() == measured
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_waits_for_another_that_measures_the_same(finished: bool, llama: Path) -> None:
+    chosen, lines, stages = draw_set(llama), [], []
+    made = calibrate(calibration_of(llama, chosen), Goal(bits=5.0))
+    (path,) = made.parent.glob("sensitivity-*.json")
+    measured = path.read_text()
+    path.unlink()
+    asked = threading.Event()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if "waiting for it" in line:
+            asked.set()
+
+    calibration = calibration_of(llama, chosen, say=say, on_progress=lambda stage, done, total: stages.append(stage))
+    work = path.with_name(f".{path.stem}")
+    held = lock_folder(work)
+    with ThreadPoolExecutor() as pool:
+        second = pool.submit(calibrate, calibration, Goal(bits=4.25))
+        assert asked.wait(60)
+        assert not stages
+        if finished:
+            path.write_text(measured)
+            shutil.rmtree(work)
+        os.close(held)
+        assert second.result(60) != made
+    assert ("output errors" in stages) != finished
+    assert any("sensitivity found" in line for line in lines) == finished
+    assert path.read_text() == measured
+    assert not list(made.parent.glob(".*"))
 
 
 def test_the_smallest_within_a_loss(llama: Path) -> None:

@@ -147,7 +147,7 @@ def test_a_run_beside_another_is_refused(llama: Path) -> None:
         calibrate(calibration_of(llama, chosen, on_progress=stop_before(1)), goal)
     (work,) = (llama.parent / "engines" / "model").iterdir()
     before = contents(work)
-    with working_folder(work), pytest.raises(CalibrationError, match=r"another run is at work in .*\.quantizing-"):
+    with working_folder(work), pytest.raises(CalibrationError, match=r"same checkpoint .*at work in .*\.quantizing-"):
         calibrate(calibration_of(llama, chosen), goal)
     assert contents(work) == before
     assert calibrate(calibration_of(llama, chosen), goal).is_dir()
