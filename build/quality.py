@@ -20,6 +20,7 @@ from harness.build.open_source import open_source
 from harness.calib.quality.report import METRICS_VERSION, QualityReport, Verdict
 from harness.calib.quality.run import Measurement, measure_quality, write_report
 from harness.calib.quality.suite import load_suite
+from harness.calib.quality.wording import gate_format
 from harness.console import printable
 from harness.errors import QualityError, UsageError
 from harness.manifest import MANIFEST_NAME, EngineManifest, read_manifest
@@ -167,5 +168,8 @@ def _tell_gates(report: QualityReport, console: Console) -> None:
     decisive: Sequence[Verdict] = ("fail", "warn")
     for gate in sorted((g for g in report.gates if g.verdict in decisive), key=lambda g: decisive.index(g.verdict)):
         console.print(
-            printable(f"{gate.verdict}: {gate.gate} of {gate.where} is {gate.value:.4g}: {gate.reason}"), soft_wrap=True
+            printable(
+                f"{gate.verdict}: {gate.gate} of {gate.where} is {gate_format(gate.gate)(gate.value)}: {gate.reason}"
+            ),
+            soft_wrap=True,
         )

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from statistics import NormalDist
 
 from harness.calib.quality.paired import mean_interval
-from harness.calib.quality.report import DomainResult, GateResult, Interval, TaskResult, Verdict
+from harness.calib.quality.report import DomainResult, Gate, GateResult, Interval, TaskResult, Verdict
 from harness.calib.quality.suite import Gates, Limits
+from harness.calib.quality.wording import gate_format, limit
 from harness.manifest import EngineManifest
 
 _ORDER: tuple[Verdict, ...] = ("pass", "warn", "fail")
@@ -101,13 +102,26 @@ def _non_finite(domain: DomainResult) -> GateResult:
     )
 
 
-def _judge(gate: str, where: str, loss: Interval, limits: Limits, noise: float) -> GateResult:
+def _judge(gate: Gate, where: str, loss: Interval, limits: Limits, noise: float) -> GateResult:
     verdict: Verdict = "pass"
     is_real = loss.low > noise
     if loss.value > limits.fail:
         verdict = "fail" if is_real else "warn"
     elif loss.value > limits.warn and is_real:
         verdict = "warn"
+    written = gate_format(gate)
+    warn, fail, moved = limit(limits.warn, written), limit(limits.fail, written), written(noise)
+    why = f": {limits.why}" if limits.why else ""
+    if verdict == "fail":
+        reason = f"above the limit of {fail}, and more than chance explains{why}"
+    elif verdict == "warn" and not is_real:
+        reason = f"above the limit of {fail}, but chance could explain it; measure on more"
+    elif verdict == "warn":
+        reason = f"above {warn}, below {fail}{why}"
+    elif loss.value > limits.warn:
+        reason = f"above {warn}, but chance or the noise of batching ({moved}) could explain it"
+    else:
+        reason = f"not above {warn}"
     return GateResult(
         gate=gate,
         where=where,
@@ -116,18 +130,5 @@ def _judge(gate: str, where: str, loss: Interval, limits: Limits, noise: float) 
         warn=limits.warn,
         fail=limits.fail,
         verdict=verdict,
-        reason=_reason(loss, limits, noise, verdict, is_real=is_real),
+        reason=reason,
     )
-
-
-def _reason(loss: Interval, limits: Limits, noise: float, verdict: Verdict, *, is_real: bool) -> str:
-    why = f" ({limits.why})" if limits.why else ""
-    if verdict == "fail":
-        return f"above the limit {limits.fail:g}, and more than chance explains{why}"
-    if verdict == "warn" and not is_real:
-        return f"above the limit {limits.fail:g}, but chance could explain it: measure on more"
-    if verdict == "warn":
-        return f"above {limits.warn:g}, below {limits.fail:g}{why}"
-    if loss.value > limits.warn:
-        return f"above {limits.warn:g}, but chance or the noise of batching ({noise:.2g}) could explain it"
-    return f"at most {limits.warn:g}"

@@ -18,6 +18,7 @@ METRICS_VERSION = 1
 """Raised when the same engine and suite would give other figures: reports of different versions do not compare."""
 
 Verdict = Literal["pass", "warn", "fail"]
+Gate = Literal["perplexity change", "KL divergence", "score drop", "non-finite logits", "chat template"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -190,7 +191,7 @@ class EngineRow(_Part):
 class GateResult(_Part):
     """One gate at one place: the value seen, its limits, and what follows."""
 
-    gate: str
+    gate: Gate
     where: str
     value: float
     interval: Interval | None

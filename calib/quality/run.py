@@ -364,6 +364,10 @@ def _notes(manifest: EngineManifest, text: TextResult, tasks: Sequence[TaskResul
             f"{text.overall.num_overlapping} windows of the held-out text were left out: the calibration set holds "
             "runs of 13 tokens of theirs."
         )
+    if any(precision.endswith("-a8") for precision in manifest.recipe.layers.values()):
+        notes.append(
+            "Weights of modules with int8 activations are smoothed, so they are not compared module by module."
+        )
     if skipped := [task.name for task in tasks if task.skipped is not None]:
         notes.append(f"Not run: {', '.join(skipped)}.")
     return notes

@@ -57,7 +57,7 @@ def _gates(gates: Sequence[GateResult]) -> list[str]:
         return []
     lines = _head("verdict", "gate", "where", "value", "95 %", "warns above", "fails above")
     for gate in worst[:_MOST_GATES]:
-        written = wording.gate_format(gate)
+        written = wording.gate_format(gate.gate)
         limits = (wording.limit(at, written) for at in (gate.warn, gate.fail))
         has_value = gate.interval is not None or gate.fail is not None
         value = written(gate.value) if has_value else "–"

@@ -10,7 +10,7 @@ import re
 import unicodedata
 from collections.abc import Callable
 
-from harness.calib.quality.report import GateResult, Interval
+from harness.calib.quality.report import Gate, Interval
 
 NBSP, MINUS = "\u00a0", "\u2212"
 Format = Callable[[float], str]
@@ -110,17 +110,18 @@ def from_to(interval: Interval, written: Format) -> str:
     return f"{written(interval.low)} to {written(interval.high)}"
 
 
-_GATES: dict[str, Format] = {
+_GATES: dict[Gate, Format] = {
     "perplexity change": signed_percent,
     "KL divergence": nats,
     "score drop": points,
     "non-finite logits": count,
+    "chat template": plain,
 }
 
 
-def gate_format(gate: GateResult) -> Format:
+def gate_format(gate: Gate) -> Format:
     """How the value of a gate and its limits are written."""
-    return _GATES.get(gate.gate, plain)
+    return _GATES[gate]
 
 
 def number_of(amount: int, noun: str) -> str:
