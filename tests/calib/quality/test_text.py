@@ -7,7 +7,7 @@ import transformers
 
 from harness.calib.overlap import load_ngrams, ngram_hashes, save_ngrams
 from harness.calib.quality.suite import TextAmount, load_suite
-from harness.calib.quality.text import Domain, cut_windows, measure_text, window_logits
+from harness.calib.quality.text import Domain, cut_windows, measure_text, steps_of, window_logits
 from harness.checkpoint_record import NGRAMS_NAME
 from harness.errors import QualityError
 from harness.manifest import read_manifest
@@ -38,7 +38,7 @@ class Poisoned:
 
     def execute(self, scheduled: SchedulerOutput) -> StepOutput:
         logits = self.executor.execute(scheduled).logits.copy()
-        logits[5, 7] = np.nan
+        logits[5:6, 7] = np.nan
         return StepOutput(logits=logits)
 
 
@@ -72,7 +72,8 @@ def test_a_quantized_engine_is_measured_to_be_worse(llama_f16: Path, llama_int4:
         assert 0.001 < domain.kl_mean.low <= domain.kl_mean.value <= domain.kl_mean.high < 0.1
         assert domain.kl_median < domain.kl_p90 < domain.kl_p99
         assert 0.8 < domain.top1_agreement.value < 1
-        assert domain.noise_kl < domain.kl_mean.low
+        assert 0 < domain.noise_kl < domain.kl_mean.low
+        assert 0 < domain.noise_perplexity_change < 0.01
         assert domain.perplexity == pytest.approx(
             domain.perplexity_baseline * (1 + domain.perplexity_change.value), rel=1e-6
         )
@@ -99,8 +100,8 @@ def test_logits_that_are_not_finite_are_counted_and_count_as_knowing_nothing(lla
 def test_windows_beside_each_other_and_in_pieces_are_those_computed_alone(llama_f16: Path) -> None:
     exact = load(llama_f16, deterministic=True)
     windows = [window for domain in windows_of(llama_f16) for window in domain.windows][:4]
-    alone = [window_logits(exact, [window], 512)[0] for window in windows]
-    beside = window_logits(exact, windows, 64)
+    alone = [window_logits(exact, [window], steps_of(AMOUNT.tokens))[0] for window in windows]
+    beside = window_logits(exact, windows, [64, 64, *[1] * 8, 56])
     for a, b in zip(alone, beside, strict=True):
         np.testing.assert_array_equal(a, b)
 
