@@ -16,9 +16,15 @@ _ROWS = 64  # positions at a time: a large vocabulary in float64 is a megabyte a
 
 def log_softmax(logits: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
     """Log probabilities `(positions, vocab)`, in float64: differences of 1e-6 nats are measured."""
+    wide = _shifted(logits)
+    wide -= np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+    return wide
+
+
+def _shifted(logits: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
+    """Logits in float64, the greatest of each row 0."""
     wide = logits.astype(np.float64)
     wide -= wide.max(axis=-1, keepdims=True)
-    wide -= np.log(np.exp(wide).sum(axis=-1, keepdims=True))
     return wide
 
 
@@ -85,14 +91,19 @@ def compare_logits(
         finite = np.isfinite(logits[rows]).all(axis=-1)
         seen = logits[rows] if finite.all() else np.where(finite[:, None], logits[rows], 0)
         baseline_finite = bool(np.isfinite(baseline[rows]).all())
-        log_p, log_q = log_softmax(baseline[rows] if baseline_finite else np.zeros_like(seen)), log_softmax(seen)
+        expected = baseline[rows] if baseline_finite else np.zeros_like(seen)
+        # one exponential for each logit: large vocabularies make this the longest part of a quick report
+        a, b = (_shifted(logits) for logits in (expected, seen))
+        weight_a, weight_b = np.exp(a), np.exp(b)
+        sum_a, sum_b = weight_a.sum(axis=-1), weight_b.sum(axis=-1)
+        log_a, log_b = np.log(sum_a), np.log(sum_b)
         target = targets[rows, None]
         parts.append(
             Comparison(
-                baseline_loss=-np.take_along_axis(log_p, target, axis=-1)[:, 0],
-                loss=-np.take_along_axis(log_q, target, axis=-1)[:, 0],
-                kl_divergence=(np.exp(log_p) * (log_p - log_q)).sum(axis=-1),
-                same_top1=log_p.argmax(axis=-1) == np.where(finite, log_q.argmax(axis=-1), -1),
+                baseline_loss=log_a - np.take_along_axis(a, target, axis=-1)[:, 0],
+                loss=log_b - np.take_along_axis(b, target, axis=-1)[:, 0],
+                kl_divergence=np.einsum("ij,ij->i", weight_a, a - b) / sum_a - log_a + log_b,
+                same_top1=expected.argmax(axis=-1) == np.where(finite, seen.argmax(axis=-1), -1),
                 num_non_finite=int((~finite).sum()),
                 baseline_finite=baseline_finite,
             )

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from harness.calib.measure import kl_divergence, log_softmax, negative_log_likelihood, perplexity
+from harness.calib.measure import (
+    compare_logits,
+    kl_divergence,
+    log_softmax,
+    negative_log_likelihood,
+    perplexity,
+)
 
 # more positions than are computed at a time
 _BASE = np.random.default_rng(0).normal(0, 3, (150, 40)).astype(np.float32)
@@ -63,3 +69,29 @@ def test_losses_equal_torch() -> None:
 def test_perplexity_of_a_guess_is_the_size_of_the_vocabulary() -> None:
     losses = negative_log_likelihood(np.zeros((3, 50), np.float32), np.array([0, 7, 49]))
     assert perplexity(losses) == pytest.approx(50)
+
+
+def test_a_comparison_is_the_measures_one_by_one() -> None:
+    rng = np.random.default_rng(7)
+    baseline = rng.normal(0, 4, (150, 300)).astype(np.float32)
+    logits = (baseline + rng.normal(0, 0.5, baseline.shape)).astype(np.float32)
+    targets = rng.integers(0, 300, 150)
+    seen = compare_logits(baseline, logits, targets)
+    np.testing.assert_allclose(seen.kl_divergence, kl_divergence(baseline, logits), rtol=1e-9)
+    np.testing.assert_allclose(seen.loss, negative_log_likelihood(logits, targets), rtol=1e-12)
+    np.testing.assert_allclose(seen.baseline_loss, negative_log_likelihood(baseline, targets), rtol=1e-12)
+    np.testing.assert_array_equal(seen.same_top1, baseline.argmax(axis=1) == logits.argmax(axis=1))
+    assert (seen.num_non_finite, seen.baseline_finite) == (0, True)
+
+
+def test_positions_that_are_not_finite_count_as_knowing_nothing() -> None:
+    baseline = np.random.default_rng(8).normal(0, 4, (70, 100)).astype(np.float32)
+    logits = baseline.copy()
+    logits[3, 5], logits[66, 0] = np.nan, -np.inf
+    seen = compare_logits(baseline, logits, np.zeros(70, np.int64))
+    assert seen.num_non_finite == 2
+    assert not seen.same_top1[[3, 66]].any()
+    np.testing.assert_allclose(seen.loss[[3, 66]], np.log(100))
+    assert seen.kl_divergence[[3, 66]].min() > 0
+    np.testing.assert_allclose(np.delete(seen.kl_divergence, [3, 66]), 0, atol=1e-12)
+    assert not compare_logits(logits, baseline, np.zeros(70, np.int64)).baseline_finite
