@@ -18,6 +18,7 @@ from harness.errors import QualityError
 
 CPU_SECONDS = 4
 WALL_SECONDS = 30  # generous, for machines that are busy: what a program may use is the time of a core
+GRACE_SECONDS = 5  # then it is killed from outside
 MEMORY_BYTES = 512 << 20
 _MOST_CHARS = 300
 
@@ -45,7 +46,7 @@ def run_program(program: str) -> str:
                 stderr=subprocess.DEVNULL,
                 cwd=folder,
                 env=_ENVIRONMENT,
-                timeout=WALL_SECONDS + 5,
+                timeout=WALL_SECONDS + GRACE_SECONDS,
                 check=False,
             )
         except subprocess.TimeoutExpired:

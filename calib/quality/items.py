@@ -127,11 +127,12 @@ class PythonItem(Item, frozen=True, kw_only=True):
     def program(self, text: str) -> str:
         """The answer between header and tests. An answer that holds the whole function takes its place."""
         definition = f"def {self.entry_point}("
-        code = scoring.unfenced(text).partition("\n```")[0]
-        start = self.header.rstrip()
-        if f"\n{definition}" in f"\n{code}":
-            start = self.header.partition(definition)[0]
-        return f"{start}{'' if code.startswith(chr(10)) else chr(10)}{code}\n\n{self.tests}\n"
+        whole = scoring.unfenced(text)
+        if f"\n{definition}" in f"\n{whole}":
+            start, code = self.header.partition(definition)[0], whole
+        else:
+            start, code = self.header.rstrip() + "\n", text.partition("```")[0].lstrip("\n")
+        return f"{start}{code}\n\n{self.tests}\n"
 
     def score(self, answer: Answer) -> Score:
         failure = run_program(self.program(answer.text))

@@ -12,12 +12,14 @@ import string
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NoReturn
 
 _FENCE = re.compile(r"```[\w+-]*\n(.*?)(?:\n?```|\Z)", re.DOTALL)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 # a Chinese character, or a run of anything else that is no space
 _UNIT = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]|[^\s\u3400-\u4dbf\u4e00-\u9fff]+")
+_MOST_STARTS = 16  # places where JSON is looked for; ten thousand brackets are no answer
 _LOOP_CHARS = 40  # this much of an answer's end is a loop, if the same piece four times over
 _LONGEST_PERIOD = 80
 
@@ -32,7 +34,7 @@ def find_json(text: str) -> tuple[Any, bool]:
     if isinstance(value, dict | list):
         return value, True
     fenced = unfenced(text)
-    for start in re.finditer(r"[\[{]", fenced):
+    for start in islice(re.finditer(r"[\[{]", fenced), _MOST_STARTS):
         value = _parse_first(fenced[start.start() :])
         if isinstance(value, dict | list):
             return value, False
@@ -81,9 +83,7 @@ def f1(text: str, answers: Sequence[str]) -> float:
 
 def units(text: str) -> list[str]:
     """Words of a text and Chinese characters, without case, punctuation and English articles."""
-    text = _plain(text)
-    text = "".join(" " if unicodedata.category(c) == "Po" and c not in string.punctuation else c for c in text)
-    text = "".join(c for c in text if c not in string.punctuation)
+    text = "".join(map(_unpunctuated, _plain(text)))
     return _UNIT.findall(_ARTICLES.sub(" ", text))
 
 
@@ -122,6 +122,12 @@ def _parse_first(text: str) -> Any:
 
 def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def _unpunctuated(char: str) -> str:
+    if char in string.punctuation:  # SQuAD's: "it's" is one word
+        return ""
+    return " " if unicodedata.category(char).startswith("P") else char
 
 
 def _plain(text: str) -> str:
