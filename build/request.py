@@ -153,10 +153,8 @@ class BuildRequest:
             return Recipe(name="int8-a8", rules=(("*.mlp.experts.*", INT8), ("model.layers.*", both), ("*", INT8)))
         chosen = preset(name, source.spec)
         if name == "int4" and source.spec.moe is not None and self.target == "portable" and not self.no_calib:
-            from harness.calib.units import portable_int4
-
             # the last layer's experts are no exception: other servers read those of all layers by one scheme
-            experts = ("*.mlp.experts.*", portable_int4(source.spec))
+            experts = ("*.mlp.experts.*", Precision.parse("int4"))
             return Recipe(name=chosen.name, rules=(experts, *chosen.rules))
         return chosen
 

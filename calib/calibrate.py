@@ -21,8 +21,7 @@ from harness.calib.checkpoint_maker import (
     CheckpointMaker,
     Optimize,
     Target,
-    check_portable,
-    tell_fitted,
+    fit_recipe,
 )
 from harness.calib.decoder import StreamedDecoder
 from harness.calib.quantize_model import library_versions, working_folder
@@ -42,13 +41,15 @@ from harness.calib.sensitivity import (
     measure_output_errors,
     shortlisted,
 )
-from harness.calib.units import Unit, decision_units, portable_int4
+from harness.calib.units import Unit, decision_units
 from harness.errors import CalibrationError, RecipeError
 from harness.recipe import INT8, Precision, Recipe, is_routed_expert
-from harness.spec import ModelSpec
 
 _INT8_ACTIVATIONS = Precision(dtype="int8", int8_activations=True)
-_CANDIDATES_FOR_CPU = ("int4-g128", "int4-g128-zp", "int4-g64-zp", "int4-g32-zp", "int8")
+_CANDIDATES: Mapping[Target, Sequence[str]] = {  # what a search chooses from, the lowest first
+    "portable": ("int4-g128", "int8"),
+    "cpu": ("int4-g128", "int4-g128-zp", "int4-g64-zp", "int4-g32-zp", "int8"),
+}
 _ROUNDS = 3  # recipes tried to meet a loss
 _CLOSE_ENOUGH = 0.02  # bits per weight: a smaller gain is not worth another round
 
@@ -79,10 +80,10 @@ def calibrate(calibration: Calibration, goal: Goal) -> Path:
     if goal.recipe is not None:
         return CheckpointMaker(calibration).make(goal.recipe).folder
     spec = calibration.source.spec
-    units = decision_units(spec, experts_together=calibration.target == "portable")
-    candidates = _candidates(calibration.target, spec)
+    units = decision_units(spec, portable=calibration.target == "portable")
+    candidates = [Precision.parse(text) for text in _CANDIDATES[calibration.target]]
     for candidate in candidates:
-        tell_fitted(calibration, Recipe(name="candidate", rules=(("model.layers.*", candidate), ("*", INT8))))
+        fit_recipe(calibration, Recipe(name="candidate", rules=(("model.layers.*", candidate), ("*", INT8))))
     if goal.bits is not None:
         check_budget(units, candidates, goal.bits)  # before hours of measuring
     maker = CheckpointMaker(calibration)
@@ -123,21 +124,9 @@ def int8_reasoning(optimize: Optimize) -> str:
     )
 
 
-def _candidates(target: Target, spec: ModelSpec) -> list[Precision]:
-    """What a search chooses from, the lowest first.
-
-    Raises:
-        RecipeError: the model has widths of which `target` allows no int4.
-    """
-    if target == "cpu":
-        return [Precision.parse(text) for text in _CANDIDATES_FOR_CPU]
-    lowest = portable_int4(spec)
-    check_portable(Recipe(name="lowest", rules=(("*", lowest),)).resolve(spec))
-    return [lowest, INT8]
-
-
 def _recipe(name: str, calibration: Calibration, units: Sequence[Unit], assignment: Mapping[str, Precision]) -> Recipe:
     """The assignment as a recipe; int8 layers get int8 activations for prefill, experts excepted."""
+    assignment = {unit.name: unit.fit(assignment[unit.name]) for unit in units}
     if calibration.optimize == "prefill":
         # transformers, vLLM and SGLang read quantized experts only where activations are not
         plain = {unit.name for unit in units if is_routed_expert(unit.modules[0])}
@@ -159,7 +148,7 @@ def _sensitivity_rows(
         {
             "unit": unit.name,
             "layer": min(unit.layers),
-            "chosen": str(assignment[unit.name]),
+            "chosen": str(unit.fit(assignment[unit.name])),
             "harm": dict(zip(map(str, candidates), harm[unit.name], strict=True)),
         }
         for unit in units

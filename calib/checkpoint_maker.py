@@ -26,6 +26,7 @@ from harness.calib.quantize_model import (
 )
 from harness.calib.sensitivity import OnProgress
 from harness.calib.set_report import as_json
+from harness.calib.units import is_portable_int4, portable_recipe
 from harness.checkpoint_record import (
     NGRAMS_NAME,
     RECORD_NAME,
@@ -72,14 +73,24 @@ class Calibration:
     say: Callable[[str], None]
 
 
-def tell_fitted(calibration: Calibration, recipe: Recipe) -> None:
-    """Say where a recipe's groups do not divide a layer's inputs, and what is taken instead."""
-    fitted: dict[tuple[Precision, Precision], list[str]] = {}
-    for name, precision in recipe.resolve(calibration.source.spec).items():
+def fit_recipe(calibration: Calibration, recipe: Recipe) -> Recipe:
+    """What can be stored of a recipe; says where its groups do not divide a layer's inputs.
+
+    Raises:
+        RecipeError: `target` does not allow what it asks for.
+    """
+    spec = calibration.source.spec
+    fitted = portable_recipe(recipe, spec) if calibration.target == "portable" else recipe
+    resolved = fitted.resolve(spec)
+    if calibration.target == "portable":
+        check_portable(resolved)
+    replaced: dict[tuple[Precision, Precision], list[str]] = {}
+    for name, precision in resolved.items():
         if precision != recipe.precision_of(name):
-            fitted.setdefault((recipe.precision_of(name), precision), []).append(name)
-    for (asked, precision), names in fitted.items():
-        calibration.say(f"{asked} does not divide the inputs of {some(names)}: {precision} there")
+            replaced.setdefault((recipe.precision_of(name), precision), []).append(name)
+    for (asked, precision), names in replaced.items():
+        calibration.say(f"{some(names)}: {precision} instead of {asked}, so that groups divide the inputs")
+    return fitted
 
 
 class CheckpointMaker:
@@ -92,9 +103,8 @@ class CheckpointMaker:
     def make(self, recipe: Recipe, sensitivity: Sequence[Mapping[str, object]] = ()) -> Made:
         """The checkpoint of one recipe, made or found; `sensitivity` is stored beside, where the recipe came of one."""
         c = self.calibration
+        recipe = fit_recipe(c, recipe)
         resolved = recipe.resolve(c.source.spec)
-        if c.target == "portable":
-            check_portable(resolved)
         layers = {name: str(precision) for name, precision in resolved.items()}
         identity = checkpoint_id(self.content_hash, c.calibration_set.fingerprint, layers, c.target)
         folder = c.engines_dir / c.source.name / f"quantized-{identity}"
@@ -103,7 +113,6 @@ class CheckpointMaker:
             c.say(f"quantized checkpoint found in {folder}")
             shutil.rmtree(working, ignore_errors=True)  # a run was killed after its last step but one
             return self._told(folder, read_record(folder))
-        tell_fitted(c, recipe)
         linears = {name: p for name, p in resolved.items() if in_decoder(name)}
         with working_folder(working) as work:
             complete = work / CHECKPOINT_FOLDER
@@ -218,7 +227,7 @@ def check_portable(resolved: Mapping[str, Precision]) -> None:
     for name, precision in resolved.items():
         if not in_decoder(name):
             continue
-        if precision.dtype == "int4" and (not precision.symmetric or precision.group_size not in (64, 128)):
+        if precision.dtype == "int4" and not is_portable_int4(precision):
             raise RecipeError(
                 f"{name} is {precision}, which not every arch and server reads (int4-g128 and int4-g64 are)",
                 "change the recipe, or give --for cpu for a checkpoint that is lowered to cpu alone",

@@ -62,7 +62,7 @@ def measure_output_errors(
     """Run samples through the unquantized model and compare every layer's outputs under every candidate."""
     samples = _spread(samples, _ERROR_SAMPLES)
     states = _embedded(decoder, samples, work / "error-states")
-    unit_of = {module: unit.name for unit in units for module in unit.modules}
+    unit_of = {module: unit for unit in units for module in unit.modules}
     errors = {unit.name: dict.fromkeys(map(str, candidates), 0.0) for unit in units}
     energy = dict.fromkeys(errors, 0.0)
     moments: dict[str, torch.Tensor] = {}
@@ -76,11 +76,11 @@ def measure_output_errors(
                 hessian, unit = seen.hessians[key], unit_of[members[0]]
                 moments[key] = hessian.diagonal().cpu().clone()  # a view would keep the whole Hessian
                 weight = torch.cat([linear_of(layer, m).weight.detach() for m in members])
-                energy[unit] += float(((weight @ hessian) * weight).sum())
+                energy[unit.name] += float(((weight @ hessian) * weight).sum())
                 for candidate in candidates:
-                    fitted = candidate.fit(weight.shape[1])
+                    fitted = unit.fit(candidate).fit(weight.shape[1])
                     change = round_to_nearest(members[0], weight, moments[key], fitted).dequantize() - weight
-                    errors[unit][str(candidate)] += float(((change @ hessian) * change).sum())
+                    errors[unit.name][str(candidate)] += float(((change @ hessian) * change).sum())
         on_progress("output errors", number + 1, decoder.spec.num_layers)
     states.path.unlink()
     relative = {u: {c: e / max(energy[u], 1e-30) for c, e in by.items()} for u, by in errors.items()}
@@ -182,7 +182,7 @@ def _rounded(
                 continue
             parameter = linear_of(layer, module).weight
             kept.append((parameter, parameter.detach().clone()))
-            fitted = precision.fit(parameter.shape[1])
+            fitted = unit.fit(precision).fit(parameter.shape[1])
             with torch.no_grad():
                 second = moments[input_key(module)].to(parameter.device)
                 parameter.copy_(round_to_nearest(module, parameter.detach(), second, fitted).dequantize())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.recipe import Precision, fused_groups, in_decoder, is_routed_expert, linear_shapes
+from harness.recipe import INT8, Precision, Recipe, fused_groups, in_decoder, is_routed_expert, linear_shapes
 from harness.spec import ModelSpec
 
 _FIRST_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
@@ -15,13 +15,15 @@ _FIRST_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_
 class Unit:
     """Modules that get one precision, by Hugging Face name, and how many weights they hold.
 
-    `patterns`: what a recipe's rules call them. `shapes`: `(out, in)` of each module.
+    `patterns`: what a recipe's rules call them. `shapes`: `(out, in)` of each module. `portable`: whether the
+    checkpoint is to be one that every arch and server reads.
     """
 
     name: str
     modules: tuple[str, ...]
     patterns: tuple[str, ...]
     shapes: tuple[tuple[int, int], ...]
+    portable: bool = False
 
     @property
     def layers(self) -> frozenset[int]:
@@ -33,9 +35,23 @@ class Unit:
         """Weights of all modules."""
         return sum(out * inner for out, inner in self.shapes)
 
+    def fit(self, precision: Precision) -> Precision:
+        """What a recipe asks for instead of `precision`, where a portable checkpoint cannot hold that.
+
+        int4 over inputs that no group of 64 or 128 divides becomes int8, and routed experts, which are all of one
+        scheme, get the group that divides all of their inputs.
+        """
+        if not self.portable or not is_portable_int4(precision):
+            return precision
+        fitted = {precision.fit(inner) for _, inner in self.shapes}
+        if not all(map(is_portable_int4, fitted)):
+            return INT8
+        return precision if len(fitted) == 1 else min(fitted, key=lambda p: p.group_size or 0)
+
     def bits(self, precision: Precision) -> float:
         """Bits to store the unit, scales and zero points included."""
-        return sum(out * inner * precision.fit(inner).bits_per_weight(inner) for out, inner in self.shapes)
+        fitted = self.fit(precision)
+        return sum(out * inner * fitted.fit(inner).bits_per_weight(inner) for out, inner in self.shapes)
 
 
 def layer_of(module: str) -> int:
@@ -64,11 +80,27 @@ def by_input(modules: Sequence[str]) -> dict[str, list[str]]:
     return keys
 
 
-def decision_units(spec: ModelSpec, *, experts_together: bool) -> list[Unit]:
+def is_portable_int4(precision: Precision) -> bool:
+    """Whether transformers, vLLM, SGLang and every arch read this form of int4."""
+    return precision.dtype == "int4" and precision.symmetric and precision.group_size in (64, 128)
+
+
+def portable_recipe(recipe: Recipe, spec: ModelSpec) -> Recipe:
+    """A recipe with rules before its own for units of which a portable checkpoint cannot hold what it asks for."""
+    rules = []
+    for unit in decision_units(spec, portable=True):
+        asked = {recipe.precision_of(module) for module in unit.modules}
+        fitted = {unit.fit(precision) for precision in asked}
+        if fitted != asked and len(fitted) == 1:
+            rules += [(pattern, *fitted) for pattern in unit.patterns]
+    return Recipe(name=recipe.name, rules=(*rules, *recipe.rules))
+
+
+def decision_units(spec: ModelSpec, *, portable: bool) -> list[Unit]:
     """All units of a model, in model order.
 
-    q, k and v are one; gate and up are one; all routed experts of a layer are one, and with `experts_together` those of
-    all layers, because transformers reads the experts of a checkpoint by one scheme.
+    q, k and v are one; gate and up are one; all routed experts of a layer are one, and in a `portable` checkpoint those
+    of all layers, because transformers, vLLM and SGLang read the experts of a checkpoint by one scheme.
     """
     shapes = linear_shapes(spec)
     members: dict[str, list[str]] = {}
@@ -78,21 +110,12 @@ def decision_units(spec: ModelSpec, *, experts_together: bool) -> list[Unit]:
             continue
         key = fused.get(module, module)
         if is_routed_expert(module):
-            key = "experts" if experts_together else f"model.layers.{layer_of(module)}.mlp.experts"
+            key = "experts" if portable else f"model.layers.{layer_of(module)}.mlp.experts"
         members.setdefault(key, []).append(module)
-    return [_unit(key, modules, shapes) for key, modules in members.items()]
+    return [_unit(key, modules, shapes, portable) for key, modules in members.items()]
 
 
-def portable_int4(spec: ModelSpec) -> Precision:
-    """int4 in groups of 128, or of 64 where 128 does not divide the inputs of all routed experts.
-
-    transformers, vLLM and SGLang read the experts of a checkpoint by one scheme, so that they cannot differ in this.
-    """
-    widths = {inner for module, (_, inner) in linear_shapes(spec).items() if is_routed_expert(module)}
-    return Precision(dtype="int4", group_size=64 if any(width % 128 for width in widths) else 128)
-
-
-def _unit(key: str, modules: list[str], shapes: dict[str, tuple[int, int]]) -> Unit:
+def _unit(key: str, modules: list[str], shapes: dict[str, tuple[int, int]], portable: bool) -> Unit:
     kinds = [module.rpartition(".")[2].removesuffix("_proj") for module in modules]
     if key == "experts":
         name, patterns = "experts of all layers", ["model.layers.*.mlp.experts.*"]
@@ -102,5 +125,9 @@ def _unit(key: str, modules: list[str], shapes: dict[str, tuple[int, int]]) -> U
         name = f"{modules[0].rpartition('.')[0]}.{'+'.join(kinds)}"
         patterns = modules
     return Unit(
-        name=name, modules=tuple(modules), patterns=tuple(patterns), shapes=tuple(shapes[module] for module in modules)
+        name=name,
+        modules=tuple(modules),
+        patterns=tuple(patterns),
+        shapes=tuple(shapes[module] for module in modules),
+        portable=portable,
     )

@@ -17,6 +17,7 @@ import torch
 import transformers
 from small_quantized import LLAMA, V2, calibration_of, draw_set, recipe
 
+from harness.build.hf_source import HfFolderSource
 from harness.calib.calibrate import Goal, calibrate, int8_reasoning, torch_device
 from harness.calib.calibration_set import CalibrationSet
 from harness.calib.checkpoint_maker import CheckpointMaker, Made, Optimize
@@ -216,23 +217,46 @@ def test_what_is_not_portable_is_refused_before_work(rules: tuple[tuple[str, str
     assert not (v2.parent / "engines").exists()
 
 
-def test_widths_that_groups_do_not_divide_are_told_or_refused_before_work(llama: Path) -> None:
-    lines: list[str] = []
-    chosen = draw_set(llama)
-    calibrate(calibration_of(llama, chosen, say=lines.append), Goal(recipe=recipe(("*", "int4-g128"))))
+@pytest.mark.parametrize(
+    ("width", "portable", "for_cpu"),
+    [(192, "int4-g64", "int4-g64"), (224, "int8", "int4-g32"), (100, "int8", "int4-channel"), (99, "int8", "int8")],
+)
+def test_widths_that_groups_do_not_divide_are_told_before_work(
+    width: int, portable: str, for_cpu: str, llama: Path
+) -> None:
+    saved(llama, intermediate_size=width)
     downs = ", ".join(f"model.layers.{n}.mlp.down_proj" for n in range(3))
-    assert f"int4-g128 does not divide the inputs of {downs}: int4-g64 there" in lines
-    saved(llama, intermediate_size=224)
-    with pytest.raises(RecipeError, match="down_proj is int4-g32") as raised:
-        calibrate(calibration_of(llama, chosen, on_progress=no_work), Goal(bits=5.0))
-    assert "--for cpu" in raised.value.hint
-    assert calibrate(calibration_of(llama, chosen, target="cpu"), Goal(bits=5.0)).is_dir()
+    chosen, goals = draw_set(llama), (Goal(bits=6.0), Goal(recipe=recipe(("*", "int4-g128"))))
+    for target, precision in (("portable", portable), ("cpu", for_cpu)):
+        for goal in goals:
+            lines: list[str] = []
+
+            def began(stage: str, done: int, total: int, lines: list[str] = lines) -> None:
+                lines.append(stage)
+
+            calibration = calibration_of(llama, chosen, target=target, say=lines.append, on_progress=began)
+            layers = read_record(calibrate(calibration, goal)).recipe.layers
+            told = f"{downs}: {precision} instead of int4-g128, so that groups divide the inputs"
+            assert told in lines[: lines.index("quantizing")]
+            if goal.recipe is not None:
+                assert layers["model.layers.1.mlp.down_proj"] == precision
+                assert layers["model.layers.1.mlp.up_proj"] == "int4-g128"  # its inputs are the hidden state
 
 
-def test_experts_of_unlike_widths_get_one_group_size(v2: Path) -> None:
-    saved(v2, moe_intermediate_size=64)
-    layers = read_record(calibrate(calibration_of(v2, draw_set(v2)), Goal(bits=5.0))).recipe.layers
-    assert {p for module, p in layers.items() if ".mlp.experts." in module} == {"int4-g64"}
+@pytest.mark.parametrize(("width", "expected"), [(64, "int4-g64"), (96, "int8")])
+def test_experts_get_what_divides_all_their_inputs_and_others_their_own(width: int, expected: str, v2: Path) -> None:
+    saved(v2, moe_intermediate_size=width, n_shared_experts=4)
+    chosen = draw_set(v2)
+    for goal in (Goal(bits=8.2), Goal(recipe=recipe(("*", "int4-g128")))):
+        made = calibrate(calibration_of(v2, chosen), goal)
+        layers = read_record(made).recipe.layers
+        if goal.recipe is not None:
+            assert {p for module, p in layers.items() if ".mlp.experts." in module} == {expected}
+            others = {p for module, p in layers.items() if "layers" in module and ".mlp.experts." not in module}
+            assert others == {"int4-g128"}
+        assert load_recipe(made / "recipe.yaml").resolve(HfFolderSource(v2).spec) == {
+            module: Precision.parse(p) for module, p in layers.items()
+        }
 
 
 def test_int8_layers_are_what_they_are_optimized_for(v2: Path) -> None:

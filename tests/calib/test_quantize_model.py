@@ -51,10 +51,24 @@ FOR_CPU: Rules = (
 )
 
 
+ODD_LLAMA = transformers.LlamaConfig(
+    **LLAMA.to_diff_dict() | {"intermediate_size": 100, "num_hidden_layers": 2, "head_dim": 24}
+)
+ODD_V2 = transformers.DeepseekV2Config(
+    **V2.to_diff_dict() | {"moe_intermediate_size": 36, "v_head_dim": 24, "num_hidden_layers": 2}
+)
+
+
 @pytest.mark.parametrize(
     ("config", "target", "rules"),
-    [(LLAMA, "portable", PORTABLE), (LLAMA, "cpu", FOR_CPU), (V2, "portable", PORTABLE), (V2, "cpu", FOR_CPU)],
-    ids=["llama", "llama for cpu", "v2", "v2 for cpu"],
+    [
+        *((config, "portable", PORTABLE) for config in (LLAMA, V2, ODD_LLAMA, ODD_V2)),
+        *((config, "cpu", FOR_CPU) for config in (LLAMA, V2, ODD_LLAMA, ODD_V2)),
+    ],
+    ids=[
+        *("llama", "v2", "llama of odd widths", "v2 of odd widths"),
+        *("llama for cpu", "v2 for cpu", "llama of odd widths for cpu", "v2 of odd widths for cpu"),
+    ],
 )
 def test_the_engine_is_the_fake_quantized_model(
     config: transformers.PretrainedConfig, target: Target, rules: Rules, save_random_model: SaveModel, tmp_path: Path

@@ -51,7 +51,7 @@ class Trial:
         windows = tuple(np.array(tokenizer.encode(text)[:640], np.int64) for text in texts)
         drawn = make_calibration_set(tokenizer, num_samples=16, max_tokens=192)
         self.set: CalibrationSet = replace(drawn, held_out=windows)
-        self.units = decision_units(self.source.spec, experts_together=True)
+        self.units = decision_units(self.source.spec, portable=True)
         self.work = work
         decoder = StreamedDecoder(self.source, CPU)
         errors = measure_output_errors(decoder, drawn.samples, self.units, CANDIDATES, work, silent)

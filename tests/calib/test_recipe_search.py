@@ -132,12 +132,12 @@ def _random_assignment(units: list[Unit], seed: int) -> Assignment:
     return {unit.name: _CANDIDATES[int(random.integers(4))] for unit in units}
 
 
-@pytest.mark.parametrize("experts_together", [False, True])
+@pytest.mark.parametrize("portable", [False, True])
 def test_a_recipe_file_gives_the_assignment_back(
-    family: str, experts_together: bool, spec_of: Callable[[str], ModelSpec], tmp_path: Path
+    family: str, portable: bool, spec_of: Callable[[str], ModelSpec], tmp_path: Path
 ) -> None:
     spec = spec_of(family)
-    units = decision_units(spec, experts_together=experts_together)
+    units = decision_units(spec, portable=portable)
     shapes = linear_shapes(spec)
     for seed in range(4):
         assignment = _random_assignment(units, seed)
@@ -155,7 +155,7 @@ def test_a_recipe_file_gives_the_assignment_back(
 
 def test_the_commonest_precision_is_the_rule_and_the_rest_exceptions(spec_of: Callable[[str], ModelSpec]) -> None:
     spec = spec_of("llama tied, all biases")
-    units = decision_units(spec, experts_together=True)
+    units = decision_units(spec, portable=True)
     assignment = {unit.name: INT8 if ".q+k+v" in unit.name else _CANDIDATES[0] for unit in units}
     rules = as_recipe("r", units, assignment, spec).rules
     assert rules[0] == ("model.embed_tokens", INT8)

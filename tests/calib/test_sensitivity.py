@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def measured(
         family: str, edit: Any = None, of: list[str] | None = None
     ) -> tuple[Any, list[Unit], OutputErrors, dict[str, float]]:
         model = random_model(family, edit=edit)
-        units = decision_units(model.source.spec, experts_together=True)
+        # experts of all layers in one unit, and int4 in all widths
+        units = [replace(unit, portable=False) for unit in decision_units(model.source.spec, portable=True)]
         work, progress = tmp_path / "work", _Progress()
         work.mkdir()
         errors = measure_output_errors(model.decoder, _SAMPLES, units, _CANDIDATES, work, progress)
@@ -189,7 +191,7 @@ def test_only_so_many_samples_and_tokens_count(
     random_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = random_model("llama")
-    units = decision_units(model.source.spec, experts_together=True)
+    units = decision_units(model.source.spec, portable=True)
     moments = measure_output_errors(model.decoder, _SAMPLES, units, _CANDIDATES, tmp_path, _Progress()).second_moments
     assert all(m.untyped_storage().nbytes() == m.nbytes for m in moments.values()), "a view keeps a Hessian alive"
 
