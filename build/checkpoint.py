@@ -120,6 +120,11 @@ class QuantizedCheckpoint(HfFolderSource):
         zero_point = self._zero_points(f"{module}.weight_zero_point", start, stop)
         return QuantizedRows(data=nibbles, scale=scale, zero_point=zero_point)
 
+    def with_ends_of(self, recipe: Recipe) -> Recipe:
+        """The stored precisions of decoder linears, with embeddings and `lm_head` as another recipe has them."""
+        ends = [(module, recipe.precision_of(module)) for module in self._shapes if not in_decoder(module)]
+        return Recipe(name=recipe.name, rules=(*ends, *self._linears.items()))
+
     def evidence(self) -> list[Path]:
         """Files of the calibration that an engine carries, for its quality report."""
         return [path for name in (NGRAMS_NAME, SENSITIVITY_NAME) if (path := self._path / name).is_file()]

@@ -316,14 +316,14 @@ def _describe(spec: ModelSpec, name: str, recipe: Recipe, console: Console) -> N
     )
     console.print(
         f"bits per weight: decoder linears {decoder_bits_per_weight(spec, resolved):.3f}, "
-        f"whole model {model_bits_per_weight(spec, resolved):.3f}"
+        f"whole model {model_bits_per_weight(spec, resolved):.3f}",
+        soft_wrap=True,
     )
     console.print(
         f"weights {gib(weights_bytes(spec, resolved))}, of which a decoded token reads "
-        f"{gib(bytes_read_per_token(spec, resolved))}; KV {kv_layout(spec).bytes_per_token('u8'):,} bytes a token"
+        f"{gib(bytes_read_per_token(spec, resolved))}; KV {kv_layout(spec).bytes_per_token('u8'):,} bytes a token",
+        soft_wrap=True,
     )
-    for pattern in recipe.unused_rules(spec):
-        console.print(f"note: the recipe's rule {pattern!r} decides no layer of this model", soft_wrap=True)
 
 
 @app.command()

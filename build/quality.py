@@ -21,6 +21,7 @@ from harness.calib.quality.report import METRICS_VERSION, QualityReport, Verdict
 from harness.calib.quality.run import Measurement, measure_quality, write_report
 from harness.calib.quality.suite import load_suite
 from harness.calib.quality.wording import gate_format
+from harness.calib.traffic import read_text
 from harness.console import printable
 from harness.errors import QualityError, UsageError
 from harness.manifest import MANIFEST_NAME, EngineManifest, read_manifest
@@ -141,9 +142,9 @@ def _compared(name: str, baseline: str | None, console: Console) -> Path:
 
 def _read_prompt(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--system-prompt {path} cannot be read: {error}", "give a text file in UTF-8") from None
+        return read_text(path)
+    except OSError as error:
+        raise UsageError(f"--system-prompt {path} cannot be read: {error}", "give a text file") from None
 
 
 def _tell(report: QualityReport, page: Path, console: Console) -> None:

@@ -93,7 +93,7 @@ class BuildRequest:
         if self.checkpoint is not None:
             others = {
                 "--model": self.model or None,
-                **given,
+                **{flag: value for flag, value in given.items() if flag != "--recipe"},
                 **self._calibration_flags(),
                 "--no-calib": self.no_calib or None,
             }
@@ -117,14 +117,16 @@ class BuildRequest:
         Raises:
             HarnessError: the model, the traffic, the recipe or the calibration is refused.
         """
+        written = load_recipe(self.recipe) if self.recipe else None
         if self.checkpoint is not None:
             checkpoint = open_checkpoint(self.checkpoint)
-            return checkpoint, checkpoint.recipe
-        written = load_recipe(self.recipe) if self.recipe else None
+            _note_unused(written, checkpoint, console)
+            return checkpoint, written or checkpoint.recipe
         if not self._plain(written):
             _check_installed()
         assert self.model is not None, "checked at the start"
         source = open_source(self.model)
+        _note_unused(written, source, console)
         chosen = written or self._preset(source)
         if self._plain(chosen):
             return source, chosen or preset("int4", source.spec)
@@ -134,7 +136,9 @@ class BuildRequest:
             if all(p.dtype == "f16" for module, p in resolved.items() if in_decoder(module)):
                 return source, chosen  # embeddings are rounded to nearest either way
         checkpoint = open_checkpoint(self._calibrate(source, chosen, engines_dir, console))
-        return checkpoint, checkpoint.recipe
+        # a checkpoint that is found may be of a recipe with other embeddings; those of a search are int8
+        ends = chosen or Recipe(name=checkpoint.recipe.name, rules=(("*", INT8),))
+        return checkpoint, checkpoint.with_ends_of(ends)
 
     def _plain(self, recipe: Recipe | None) -> bool:
         """Whether there is nothing to calibrate."""
@@ -227,6 +231,13 @@ class BuildRequest:
             "--calib-tokens": self.max_tokens,
             "--calib-device": self.device,
         }
+
+
+def _note_unused(written: Recipe | None, source: WeightSource, console: Console) -> None:
+    """Say which rules of a user's recipe decide nothing, before hours of calibration: they may be misspelt."""
+    for pattern in written.unused_rules(source.spec) if written else ():
+        note = f"note: the recipe's rule {pattern!r} decides no layer of this model"
+        console.print(printable(note), soft_wrap=True)
 
 
 def _progress(console: Console) -> Progress:

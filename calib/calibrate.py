@@ -222,6 +222,7 @@ def _sensitivity(
             try:
                 found = _read_harm(path, units, candidates)  # by the run that was waited for
                 if found is None:
+                    maker.check_weights()
                     return _measure_harm(calibration, units, candidates, folder, path)
             finally:
                 shutil.rmtree(folder)

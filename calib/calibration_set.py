@@ -22,7 +22,7 @@ import numpy as np
 from harness.calib.rendering import Prompt, RenderedTraffic, render_traffic
 from harness.calib.selection import common_prompts, draw, first_of_each
 from harness.calib.set_report import SetReport, measure_lengths, measure_shares, name_of_prompt
-from harness.calib.traffic import Traffic, TrafficRequest, read_traffic
+from harness.calib.traffic import Traffic, TrafficRequest, read_text, read_traffic
 from harness.calib.windows import Sample, TokenIds, WindowCutter
 from harness.errors import CalibrationError
 from harness.manifest import BUNDLED_SET
@@ -156,7 +156,7 @@ def _read_prompts(paths: Sequence[Path]) -> tuple[str, ...]:
     prompts = []
     for path in paths:
         try:
-            text = path.read_text(encoding="utf-8-sig", errors="replace").strip()
+            text = read_text(path).strip()
         except OSError as error:
             raise CalibrationError(
                 f"the system prompt {path} cannot be read: {error}", "give --system-prompt a text file"

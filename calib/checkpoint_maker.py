@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from harness.calib.calibration_set import CalibrationSet
+from harness.calib.decoder import check_finite
 from harness.calib.overlap import save_ngrams
 from harness.calib.quantize_model import (
     CHECKPOINT_FOLDER,
@@ -35,7 +36,7 @@ from harness.checkpoint_record import (
     LossPart,
     read_record,
 )
-from harness.errors import RecipeError
+from harness.errors import CalibrationError, RecipeError
 from harness.manifest import CalibrationSetPart, ModelPart, RecipePart, describe_files
 from harness.recipe import (
     Precision,
@@ -99,31 +100,44 @@ class CheckpointMaker:
     def __init__(self, calibration: Calibration) -> None:
         self.calibration = calibration
         self.content_hash = calibration.source.fingerprint()
+        self._checked = False
+
+    def check_weights(self) -> None:
+        """Read all weights once before the hours are spent.
+
+        Raises:
+            CalibrationError: a value is not finite; names the tensor.
+        """
+        if not self._checked:
+            check_finite(self.calibration.source)
+        self._checked = True
 
     def make(self, recipe: Recipe, sensitivity: Sequence[Mapping[str, object]] = ()) -> Made:
         """The checkpoint of one recipe, made or found; `sensitivity` is stored beside, where the recipe came of one."""
         c = self.calibration
         recipe = fit_recipe(c, recipe)
         resolved = recipe.resolve(c.source.spec)
-        layers = {name: str(precision) for name, precision in resolved.items()}
+        linears = {name: precision for name, precision in resolved.items() if in_decoder(name)}
+        layers = {name: str(precision) for name, precision in linears.items()}
         identity = checkpoint_id(self.content_hash, c.calibration_set.fingerprint, layers, c.target)
         folder = c.engines_dir / c.source.name / f"quantized-{identity}"
         working = folder.with_name(f".quantizing-{identity}")
         if (folder / RECORD_NAME).is_file():
+            record = _read_record(folder, identity)
             c.say(f"quantized checkpoint found in {folder}")
             shutil.rmtree(working, ignore_errors=True)  # a run was killed after its last step but one
-            return self._told(folder, read_record(folder))
-        linears = {name: p for name, p in resolved.items() if in_decoder(name)}
+            return self._told(folder, record)
         with working_folder(working) as work:
             complete = work / CHECKPOINT_FOLDER
             if (folder / RECORD_NAME).is_file():  # another run was faster
                 shutil.rmtree(work, ignore_errors=True)
-                return self._told(folder, read_record(folder))
+                return self._told(folder, _read_record(folder, identity))
             if not (complete / RECORD_NAME).is_file():  # where a killed run had it ready, it need only be moved
+                self.check_weights()
                 done = ModelQuantizer(c.source, c.calibration_set, linears, work, c.device).run(c.on_progress)
                 self._write_evidence(done.folder, sensitivity)
                 self._complete(identity, recipe, resolved, done)
-            record = read_record(complete)
+            record = _read_record(complete, identity)
             if folder.exists():  # without a record it is no checkpoint
                 shutil.rmtree(folder)
             complete.rename(folder)
@@ -210,6 +224,16 @@ class Made:
 
     folder: Path
     loss: LossPart
+
+
+def _read_record(folder: Path, identity: str) -> CheckpointRecord:
+    record = read_record(folder)
+    if record.checkpoint_id != identity:
+        raise CalibrationError(
+            f"{folder} holds another checkpoint: {record.checkpoint_id}, these inputs give {identity}",
+            "move it away or remove it, then give the same command again",
+        )
+    return record
 
 
 def check_portable(resolved: Mapping[str, Precision]) -> None:

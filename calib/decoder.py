@@ -17,7 +17,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from harness.calib.units import layer_of
 from harness.errors import CalibrationError
+from harness.recipe import in_decoder
 from harness.spec import ModelSpec
 from harness.weight_source import WeightSource
 
@@ -29,7 +31,7 @@ _MODEL_TYPES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 _RUNS_PER_TRIM = 16  # the heap grows by megabytes a run and would keep them
-_HEAD_ROWS = 1 << 14  # rows of the output matrix held at a time
+_ROWS = 1 << 14  # rows of a matrix held at a time
 
 
 @contextmanager
@@ -117,6 +119,23 @@ def linear_of(layer: nn.Module, module: str) -> nn.Linear:
     return linear
 
 
+def check_finite(source: WeightSource) -> None:
+    """Read all weights that the model computes with, and check each value: they may be used hours later.
+
+    Raises:
+        CalibrationError: one is NaN or infinite; names the tensor.
+    """
+    for name in sorted(source.names()):
+        if in_decoder(name) and layer_of(name) >= source.spec.num_layers:
+            continue
+        num_rows = source.shape(name)[0]
+        for start in range(0, num_rows, _ROWS):
+            if not np.isfinite(source.read(name, slice(start, start + _ROWS))).all():
+                raise CalibrationError(
+                    f"{name} has a NaN or infinite value", "take the weights from their release again"
+                )
+
+
 def _give_back_memory() -> None:
     """Return what is freed to the system: glibc would keep gigabytes in a heap that tensors of all sizes cut up."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -175,18 +194,9 @@ class StreamedDecoder:
 
     @torch.no_grad()
     def embed(self, token_ids: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Embeddings `(1, tokens, hidden)`.
-
-        Raises:
-            CalibrationError: one is not finite.
-        """
+        """Embeddings `(1, tokens, hidden)`."""
         rows = [self.source.read("model.embed_tokens.weight", slice(int(t), int(t) + 1)) for t in token_ids]
-        hidden = torch.from_numpy(np.concatenate(rows))[None]
-        if not torch.isfinite(hidden).all():
-            raise CalibrationError(
-                "model.embed_tokens has a NaN or infinite value", "take the weights from their release again"
-            )
-        return hidden.to(self.device)
+        return torch.from_numpy(np.concatenate(rows))[None].to(self.device)
 
     @torch.no_grad()
     def run(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -211,8 +221,8 @@ class StreamedDecoder:
         normed = norm(hidden)
         tied = self.spec.tie_word_embeddings
         name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-        parts = []
-        for start in range(0, self.spec.vocab_size, _HEAD_ROWS):
-            rows = torch.from_numpy(self.source.read(name, slice(start, start + _HEAD_ROWS))).to(self.device)
-            parts.append((normed @ rows.T).cpu())
-        return torch.cat(parts, dim=1)
+        logits = torch.empty(len(hidden), self.spec.vocab_size)
+        for start in range(0, self.spec.vocab_size, _ROWS):
+            rows = torch.from_numpy(self.source.read(name, slice(start, start + _ROWS))).to(self.device)
+            logits[:, start : start + _ROWS] = normed @ rows.T
+        return logits

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -28,7 +27,7 @@ from harness.calib.activations import Activations
 from harness.calib.calibration_set import CalibrationSet
 from harness.calib.checkpoint import finish_folder, in_16_bits, shard_name, stored_tensors, write_shard
 from harness.calib.decoder import Experts, StreamedDecoder, bfloat16_products, linear_of
-from harness.calib.measure import kl_divergence, negative_log_likelihood, perplexity
+from harness.calib.measure import Comparison, compare_logits, perplexity
 from harness.calib.quantizer import QuantizedMatrix, quantize_matrix
 from harness.calib.sensitivity import OnProgress
 from harness.calib.smoothing import smooth_layer
@@ -45,6 +44,7 @@ QUANTIZER_VERSION = 1
 
 _WIDEN_TO = 512  # tokens that each expert is shown at least
 _LOSS_VALUES = 300_000_000  # logits that the loss is measured on, at most
+_LOGITS_HELD = 50_000_000  # of them in memory at a time, those of the baseline included
 CHECKPOINT_FOLDER, _PROGRESS_NAME = "checkpoint", "progress.json"  # in the working folder
 
 
@@ -64,7 +64,10 @@ def library_versions() -> dict[str, str]:
 
 
 def checkpoint_id(content_hash: str, set_fingerprint: str, precisions: Mapping[str, str], target: str) -> str:
-    """12 hex digits from weights, calibration set, recipe, what it is for, and versions."""
+    """12 hex digits from weights, calibration set, what it is for, versions, and the precisions of decoder linears.
+
+    Embeddings and `lm_head` are stored in 16 bits whatever a recipe says of them.
+    """
     parts = [content_hash, set_fingerprint, dict(precisions), target, library_versions()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -252,26 +255,27 @@ class ModelQuantizer:
 
     def _loss(self) -> LossPart:
         baseline, quantized = self._states("baseline", self._num_layers), self._states("quantized", self._num_layers)
-        most = max(64, _LOSS_VALUES // self._source.spec.vocab_size)
+        vocab_size = self._source.spec.vocab_size
         total = sum(len(ids) - 1 for ids in self._measured)
-        step = max(1, -(-total // most))
-        before, after, divergence = [], [], []
-        for i, ids in enumerate(self._measured):
-            rows = slice(0, len(ids) - 1, step)
-            targets: npt.NDArray[np.int64] = ids[1:][rows]
-            if not len(targets):
-                continue
-            base = self._decoder.logits(baseline.read(i)[0, rows].to(self._decoder.device)).numpy()
-            own = self._decoder.logits(quantized.read(self._num_samples + i)[0, rows].to(self._decoder.device)).numpy()
-            before.append(negative_log_likelihood(base, targets))
-            after.append(negative_log_likelihood(own, targets))
-            divergence.append(kl_divergence(base, own))
-        joined = [np.concatenate(parts) for parts in (before, after, divergence)]
+        step = max(1, -(-total // max(64, _LOSS_VALUES // vocab_size)))
+        kept = [slice(0, len(ids) - 1, step) for ids in self._measured]
+        base = torch.cat([baseline.read(i)[0, rows] for i, rows in enumerate(kept)])
+        own = torch.cat([quantized.read(self._num_samples + i)[0, rows] for i, rows in enumerate(kept)])
+        targets = np.concatenate([ids[1:][rows] for ids, rows in zip(self._measured, kept, strict=True)])
+        # the output matrix is read once for as many positions as memory allows
+        batch = max(1, _LOGITS_HELD // (2 * vocab_size))
+        parts = []
+        for start in range(0, len(targets), batch):
+            rows = slice(start, start + batch)
+            hidden = torch.cat([base[rows], own[rows]]).to(self._decoder.device)
+            before, after = np.split(self._decoder.logits(hidden).numpy(), 2)
+            parts.append(compare_logits(before, after, targets[rows]))
+        seen = Comparison.join(parts)
         return LossPart(
-            perplexity_before=perplexity(joined[0]),
-            perplexity_after=perplexity(joined[1]),
-            kl_divergence=float(joined[2].mean()),
-            num_tokens=len(joined[0]),
+            perplexity_before=perplexity(seen.baseline_loss),
+            perplexity_after=perplexity(seen.loss),
+            kl_divergence=float(seen.kl_divergence.mean()),
+            num_tokens=len(targets),
         )
 
 

@@ -103,6 +103,16 @@ def read_traffic(paths: Sequence[Path], *, seed: int = 0) -> Traffic:
     )
 
 
+def read_text(path: Path) -> str:
+    """A whole text file, decoded as traffic is; line ends become `\\n`.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    raw = path.read_bytes()
+    return io.TextIOWrapper(io.BytesIO(raw), encoding=_encoding(raw), errors="replace").read()
+
+
 @dataclass(kw_only=True)
 class _Sample:
     """The distinct requests of the smallest keys whose number and characters stay within the bounds."""
@@ -172,9 +182,12 @@ def _open(path: Path) -> Iterator[TextIO]:
             start = buffered.peek(2)[:2]
         except (EOFError, zlib.error):
             start = b""
-        # shells of Windows write UTF-16; anything else that is not UTF-8 is kept with U+FFFD
-        encoding = "utf-16" if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
-        yield io.TextIOWrapper(buffered, encoding=encoding, errors="replace", newline="\n")
+        yield io.TextIOWrapper(buffered, encoding=_encoding(start), errors="replace", newline="\n")
+
+
+def _encoding(start: bytes) -> str:
+    """That of a text that starts so: shells of Windows write UTF-16. What is not UTF-8 either is kept with U+FFFD."""
+    return "utf-16" if start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
 
 
 def _lines(file: TextIO) -> Iterator[tuple[int, str | None]]:

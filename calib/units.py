@@ -87,12 +87,12 @@ def is_portable_int4(precision: Precision) -> bool:
 
 def portable_recipe(recipe: Recipe, spec: ModelSpec) -> Recipe:
     """A recipe with rules before its own for units of which a portable checkpoint cannot hold what it asks for."""
-    rules = []
+    rules: list[tuple[str, Precision]] = []
     for unit in decision_units(spec, portable=True):
         asked = {recipe.precision_of(module) for module in unit.modules}
-        fitted = {unit.fit(precision) for precision in asked}
-        if fitted != asked and len(fitted) == 1:
-            rules += [(pattern, *fitted) for pattern in unit.patterns]
+        fitted, *others = {unit.fit(precision) for precision in asked}
+        if not others and asked != {fitted}:
+            rules += [(pattern, fitted) for pattern in unit.patterns]
     return Recipe(name=recipe.name, rules=(*rules, *recipe.rules))
 
 

@@ -20,7 +20,7 @@ NGRAMS_NAME, SENSITIVITY_NAME = "calibration-ngrams.npy", "sensitivity.json"
 STATISTICS_NAME = "calibration.safetensors"
 """Maxima of layer inputs, keys and values over the calibration set, for lowerings with static scales."""
 
-_MAKE_AGAIN = "make the checkpoint again, or copy it again, whole"
+_MAKE_AGAIN = "remove its folder and make the checkpoint again, or copy it again, whole"
 
 
 class _Part(BaseModel):

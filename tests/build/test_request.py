@@ -38,7 +38,7 @@ EXCLUSIONS = [
     *(("--precision", "f16", *flag) for flag in CALIBRATION_FLAGS),
     ("--system-prompt", "s.txt", "--no-system-prompts"),
 ]
-OF_A_CHECKPOINT = [("--model", "nowhere"), ("--no-calib",), *PRECISIONS, *CALIBRATION_FLAGS]
+OF_A_CHECKPOINT = [("--model", "nowhere"), ("--no-calib",), *PRECISIONS[:3], *CALIBRATION_FLAGS]
 
 
 @pytest.mark.parametrize("flags", EXCLUSIONS, ids=" ".join)
@@ -135,6 +135,45 @@ def test_one_checkpoint_is_made_found_given_and_edited(build: Build, model: Path
     down = "model.layers.1.mlp.down_proj"
     assert layers == manifest.recipe.layers | {down: "f16"}
     assert len(checkpoints(tmp_path)) == 2
+
+
+def test_embeddings_do_not_make_another_checkpoint(build: Build, model: Path, tmp_path: Path) -> None:
+    """They are stored in 16 bits whatever a recipe says of them, which is followed when an engine is lowered."""
+
+    def write(name: str, embeddings: str, layers: str) -> str:
+        rules = [{"match": "model.embed_tokens", "precision": embeddings}, {"match": "*", "precision": layers}]
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({"version": 1, "name": name, "rules": rules}))
+        return f"{name}.yaml"
+
+    low, high = write("low", "int4-g64", "int8"), write("high", "f16", "int8")
+    layers = {}
+    for name in (low, high):
+        manifest = built(build(*TRAFFIC, "--recipe", name), tmp_path)
+        layers[name] = manifest.recipe.layers
+        assert manifest.recipe.name == name.removesuffix(".yaml")
+    (checkpoint,) = checkpoints(tmp_path)
+    assert layers[high] == layers[low] | {"model.embed_tokens": "f16"}
+    # the checkpoint's own recipe is the first; a search or a preset has its own embeddings
+    for flags, expected in ((("--checkpoint", checkpoint), "int4-g64"), ((*TRAFFIC, "--precision", "int8"), "int8")):
+        assert built(build(*flags), tmp_path).recipe.layers["model.embed_tokens"] == expected
+    done = build("--checkpoint", checkpoint, "--recipe", high)
+    assert built(done, tmp_path).recipe.layers == layers[high]
+    assert "found for cpu" in done.err
+    assert len(checkpoints(tmp_path)) == 1
+    build("--checkpoint", checkpoint, "--recipe", write("other", "f16", "int4-g64")).says(
+        "q_proj is int8 in the checkpoint", "the recipe asks for int4-g64", "embeddings and lm_head may differ"
+    )
+
+
+def test_a_rule_that_decides_nothing_is_told_before_calibration(build: Build, model: Path, tmp_path: Path) -> None:
+    rules = [{"match": "*.q_prj", "precision": "f16"}, {"match": "*", "precision": "int8"}]
+    (tmp_path / "r.yaml").write_text(json.dumps({"version": 1, "name": "misspelt", "rules": rules}))
+    note = "note: the recipe's rule '*.q_prj' decides no layer of this model"
+    told = build(*TRAFFIC, "--recipe", "r.yaml").err
+    assert note in told[: told.index("quantizing")]
+    (checkpoint,) = checkpoints(tmp_path)
+    assert note in build("--checkpoint", checkpoint, "--recipe", "r.yaml").err
+    assert note in build("--model", "model", "--no-calib", "--recipe", "r.yaml").err
 
 
 def test_without_traffic_the_bundled_set_is_taken_and_named(build: Build, model: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from harness.build.open_source import open_source
 from harness.calib.calibration_set import CalibrationSet, make_calibration_set
+from harness.calib.traffic import read_text
 from harness.errors import CalibrationError
 from harness.tokenizer import Tokenizer, TokenizerFiles
 
@@ -168,6 +169,20 @@ def test_given_prompts_go_in_turn_to_requests_without_one(tokenizer: Tokenizer, 
     assert given == [22, 20]
     assert not any("[system][user]" in text or text.count("Prompt one.") > 1 for text in found)
     assert make_calibration_set(tokenizer, traffic=[path], system_prompts=files[::-1]).fingerprint == made.fingerprint
+
+
+def test_prompts_are_decoded_as_traffic_is(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """A file that a shell of Windows wrote is the same prompt as one in UTF-8."""
+    prompts, traffic = [], write(tmp_path / "a", chats(12, system=None))
+    for number, encoding in enumerate(("utf-8", "utf-8-sig", "utf-16", "utf-16-be")):
+        path = tmp_path / f"prompt-{number}.txt"
+        mark = "\ufeff" * (encoding == "utf-16-be")
+        path.write_bytes(f"{mark}Größe 大小\r\nbriefly\r\n".encode(encoding))
+        made = make_calibration_set(tokenizer, traffic=[traffic], system_prompts=[path])
+        prompts.append(made.fingerprint)
+    assert len(set(prompts)) == 1
+    (tmp_path / "latin").write_bytes("Größe".encode("latin-1"))
+    assert read_text(tmp_path / "latin") == "Gr\ufffd\ufffde"
 
 
 def test_a_blank_or_missing_prompt_file_is_an_error(tokenizer: Tokenizer, tmp_path: Path) -> None:

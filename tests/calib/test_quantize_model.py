@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -83,7 +84,11 @@ def test_the_engine_is_the_fake_quantized_model(
     np.testing.assert_array_equal(ours.argmax(axis=1), theirs.argmax(axis=1))
 
 
-def test_the_record_tells_the_loss_of_the_held_out_samples(save_random_model: SaveModel) -> None:
+@pytest.mark.parametrize("logits_held", [2 * 320 * 7, 50_000_000], ids=["in batches", "at once"])
+def test_the_record_tells_the_loss_of_the_held_out_samples(
+    logits_held: int, save_random_model: SaveModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantize_model, "_LOGITS_HELD", logits_held)
     folder, original = save_random_model(V2)
     chosen = draw_set(folder)
     made = calibrate(calibration_of(folder, chosen), Goal(recipe=recipe(("*", "int4-g128"))))
@@ -279,8 +284,7 @@ def set_value(name: str, value: float) -> Callable[[dict[str, torch.Tensor]], No
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("model.layers.1.mlp.up_proj.weight", float("nan"), r"model\.layers\.1"),
-        ("model.layers.1.input_layernorm.weight", float("inf"), r"model\.layers\.1 computes NaN or infinite"),
+        ("model.layers.1.input_layernorm.weight", 3e38, r"model\.layers\.1 computes NaN or infinite"),
         ("model.layers.2.self_attn.o_proj.weight", 1e9, r"layers\.2\.self_attn\.o_proj.*exceeds half precision"),
     ],
 )
@@ -292,6 +296,40 @@ def test_weights_that_cannot_be_calibrated_are_named(name: str, value: float, wo
         quantize(llama, ("*", "int8"))
     assert raised.value.hint
     assert not list((llama.parent / "engines" / "model").glob("quantized-*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model.embed_tokens.weight", float("nan")),
+        ("model.norm.weight", float("inf")),
+        ("model.layers.2.mlp.up_proj.weight", float("nan")),
+    ],
+)
+@pytest.mark.parametrize("bits", [None, 5.0])
+def test_weights_that_are_not_finite_are_named_before_work(
+    name: str, value: float, bits: float | None, llama: Path
+) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    tensors[name].view(-1)[-1] = value
+    save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
+    began = stop_before(0)
+    goal = Goal(bits=bits) if bits else Goal(recipe=recipe(("*", "int8")))
+    with pytest.raises(CalibrationError, match=f"^{name} has a NaN or infinite value") as raised:
+        calibrate(calibration_of(llama, draw_set(llama), on_progress=began), goal)
+    assert raised.value.hint
+
+
+def test_a_folder_that_holds_another_checkpoint_is_not_taken(llama: Path) -> None:
+    chosen = draw_set(llama)
+    folder = calibrate(calibration_of(llama, chosen), Goal(recipe=recipe(("*", "int8"))))
+    other = calibrate(calibration_of(llama, chosen), Goal(recipe=recipe(("*", "int4-g64"))))
+    shutil.rmtree(folder)
+    other.rename(folder)
+    whole = contents(folder)
+    with pytest.raises(CalibrationError, match=f"holds another checkpoint: {other.name[10:]}, .* {folder.name[10:]}"):
+        calibrate(calibration_of(llama, chosen, on_progress=stop_before(0)), Goal(recipe=recipe(("*", "int8"))))
+    assert contents(folder) == whole
 
 
 def test_samples_of_one_token_tell_no_loss(llama: Path) -> None:
