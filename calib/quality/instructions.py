@@ -17,7 +17,9 @@ _BULLET = re.compile(r"^\s*[-*•]\s+\S", re.MULTILINE)
 _SENTENCE_END = re.compile(r"[.!?。！？]+(?=\s|$|[\u4e00-\u9fff])")
 
 
-class _Kind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
+class _Kind(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind"
+):
     """One instruction; `follows` looks at an answer that is not blank."""
 
 

@@ -239,8 +239,10 @@ class JsonSchemaItem(Item, frozen=True, kw_only=True):
         validator = jsonschema.Draft202012Validator(self.schema, registry=referencing.Registry())
         try:
             error = jsonschema.exceptions.best_match(validator.iter_errors(value))
-        except (referencing.exceptions.Unresolvable, RecursionError) as failure:
+        except referencing.exceptions.Unresolvable as failure:
             raise HarnessError(f"the schema of item {self.id!r} cannot be used: {failure}", "write it whole") from None
+        except RecursionError:
+            return Score(value=0.0, metrics={"parses": 1, "bare": is_bare}, remark="nested too deeply")
         remark = f"{error.json_path}: {error.message}"[:300] if error else ""
         return Score(value=float(error is None), metrics={"parses": 1, "bare": is_bare}, remark=remark)
 

@@ -207,7 +207,8 @@ def read_lines(path: Path, required: tuple[str, ...]) -> Iterator[dict[str, Any]
     Raises:
         SuiteError: names the line that is not such an object.
     """
-    for number, line in enumerate(_read_text(path).splitlines(), 1):
+    # JSON strings may hold other line ends, such as U+2028
+    for number, line in enumerate(_read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -11,6 +11,7 @@ Prompts, text and reasoning are the server's: same chat template, same detokeniz
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -94,15 +95,19 @@ def _read_task(suite: Suite, entry: TaskEntry) -> Task:
 
 
 def _read_item(entry: TaskEntry, kind: type[Item], fields: dict[str, Any]) -> Item:
+    where = f"{entry.file}, item {fields['id']!r} of task {entry.name!r}"
     try:
+        json.dumps(fields, ensure_ascii=False).encode()
         return msgspec.convert(fields, kind)
+    except UnicodeEncodeError:
+        raise SuiteError(f"{where} holds half a surrogate pair", "write the whole character, or U+FFFD") from None
     except msgspec.ValidationError as error:
         written = [
             field.name if field.required else f"[{field.name}]"
             for field in sorted(msgspec.structs.fields(kind), key=lambda field: not field.required)
         ]
         raise SuiteError(
-            f"{entry.file}, item {fields['id']!r} of task {entry.name!r}: {error}",
+            f"{where}: {error}",
             f"items of {entry.scorer} have: {', '.join(written)}; docs/suites.md has an example",
         ) from None
 

@@ -101,6 +101,13 @@ def test_json_is_held_to_its_schema() -> None:
     assert scored(strict, "no").metrics == {"parses": 0, "bare": 0}
 
 
+def test_json_nested_without_end_is_no_accident() -> None:
+    endless = item("json_schema", schema={"type": "array", "items": {"$ref": "#"}})
+    depth = 900
+    assert scored(endless, "[" * depth + "]" * depth).remark in ("nested too deeply", "no JSON in the answer")
+    assert scored(endless, "[[[]]]").value == 1
+
+
 def test_a_schema_gets_nothing_from_the_network() -> None:
     far = item("json_schema", schema={"$ref": "http://127.0.0.1:9/schema.json"})
     assert isinstance(far, JsonSchemaItem)

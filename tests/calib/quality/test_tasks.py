@@ -271,6 +271,7 @@ def test_a_template_that_refuses_is_told(make_suite: MakeSuite, make_tokenizer: 
             r"no domain 'x'(.|\n)*english",
         ),
         ("multiple_choice", {"prompt": "a", "choices": ["a", "b"], "correct": 7}, "correct is 7"),
+        ("contains", {"prompt": "\ud800", "expected": ["x"]}, "half a surrogate pair"),
     ],
 )
 def test_a_wrong_item_is_named_before_anything_runs(
@@ -278,6 +279,15 @@ def test_a_wrong_item_is_named_before_anything_runs(
 ) -> None:
     with pytest.raises(SuiteError, match=says):
         read_tasks(make_suite(scorer, [item]))
+
+
+def test_a_line_separator_in_a_text_ends_no_line(make_suite: MakeSuite, tmp_path: Path) -> None:
+    suite = make_suite("contains", [{"prompt": "a", "expected": ["x"]}])
+    (tmp_path / "items.jsonl").write_text(
+        '{"id": "1", "prompt": "a\u2028b", "expected": ["x"]}\r\n\n', encoding="utf-8"
+    )
+    (task,) = read_tasks(suite)
+    assert [item.prompt for item in task.items] == ["a\u2028b"]
 
 
 def test_choices_of_a_real_engine_are_as_likely_as_its_logits_say(make_suite: MakeSuite, llama_f16: Path) -> None:
