@@ -12,14 +12,12 @@ import string
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any, NoReturn
 
 _FENCE = re.compile(r"```[\w+-]*\n(.*?)(?:\n?```|\Z)", re.DOTALL)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 # a Chinese character, or a run of anything else that is no space
 _UNIT = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]|[^\s\u3400-\u4dbf\u4e00-\u9fff]+")
-_MOST_STARTS = 16  # places where JSON is looked for; ten thousand brackets are no answer
 _LOOP_CHARS = 40  # this much of an answer's end is a loop, if the same piece four times over
 _LONGEST_PERIOD = 80
 
@@ -34,11 +32,10 @@ def find_json(text: str) -> tuple[Any, bool]:
     if isinstance(value, dict | list):
         return value, True
     fenced = unfenced(text)
-    for start in islice(re.finditer(r"[\[{]", fenced), _MOST_STARTS):
-        value = _parse_first(fenced[start.start() :])
-        if isinstance(value, dict | list):
-            return value, False
-    return None, False
+    # from its first bracket alone: what stands inside of a broken object is not what was asked for
+    start = re.search(r"[\[{]", fenced)
+    value = _parse_first(fenced[start.start() :]) if start else None
+    return value, False
 
 
 def unfenced(text: str) -> str:

@@ -127,7 +127,7 @@ def _record(rng: Random, shape: int) -> Item:
     if shape == 1:
         return {"name": name, "address": {"city": city, "number": n}}
     if shape == 2:
-        return {"city": city, "items": [rng.choice(THINGS), rng.choice(THINGS)], "paid": n % 2 == 0}
+        return {"city": city, "items": rng.sample(THINGS, 2), "paid": n % 2 == 0}
     return {"order": {"buyer": {"name": name, "city": city}, "lines": [{"item": rng.choice(THINGS), "quantity": n}]}}
 
 

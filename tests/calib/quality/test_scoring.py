@@ -17,7 +17,7 @@ from harness.calib.quality import scoring
         ('```json\n{"a": [1]}\n```', {"a": [1]}, False),
         ('```\n{"a": 1}', {"a": 1}, False),
         ('Here it is: {"a": {"b": "}"}} and more', {"a": {"b": "}"}}, False),
-        ('{broken} {"a": 1}', {"a": 1}, False),
+        ('{"a": b", "c": {"d": 1}}', None, False),
         ("42", None, False),
         ('"text"', None, False),
         ('{"a": NaN}', None, False),
