@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -196,7 +195,7 @@ class _Runner:
             logprobs.append(sum(report[-len(choice) :]))
         return Answer(prompt=item.question(), choice_logprobs=tuple(logprobs))
 
-    @cached_property
+    @property
     def _max_tokens(self) -> int:
         return self.task.entry.max_tokens + self.settings.decoding.max_reasoning_tokens
 
@@ -226,8 +225,8 @@ class _Runner:
         budget = min(int(self.settings.max_model_len * item.fill), item.cap)
         num_tokens = max(budget - bare - self._max_tokens - 16, 0)  # 16: a cut makes some tokens more
         hay = self.task.haystacks[item.domain]
-        most_chars = num_tokens * self.tokenizer.max_token_chars
-        ids = self.tokenizer.encode(hay[:most_chars], add_special_tokens=False)[:num_tokens]
+        ids = self.tokenizer.encode(hay[: num_tokens * self.tokenizer.max_token_chars], add_special_tokens=False)
+        ids = (ids * -(-num_tokens // max(len(ids), 1)))[:num_tokens]  # over again, where there is too little
         cut = int(len(ids) * item.depth)
         before, after = (self.tokenizer.decode(part).strip("\ufffd") for part in (ids[:cut], ids[cut:]))
         return item.prompt.replace("{text}", f"{before}\n\n{item.needle}\n\n{after}")

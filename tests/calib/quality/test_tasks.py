@@ -229,9 +229,10 @@ def test_a_needle_lies_at_its_depth_and_fills_the_context(
     make_suite: MakeSuite, tokenizer: Tokenizer, depth: float
 ) -> None:
     item = {"prompt": "Read: {text} Code?", "needle": "The code is 7.", "expected": ["7"], "depth": depth, "fill": 0.5}
-    suite = make_suite("needle", [{**item, "cap": 100_000}, {**item, "cap": 500}], max_tokens=8)
-    answers, backend = ask(suite, tokenizer, lambda _: "7", max_model_len=2000)
-    for request, budget in zip(backend.requests, (1000, 500), strict=True):
+    suite = make_suite("needle", [{**item, "cap": 1000}, {**item, "cap": 500}, {**item, "cap": 90_000}], max_tokens=8)
+    answers, backend = ask(suite, tokenizer, lambda _: "7", max_model_len=40_000)
+    # the suite's text has 13,600 characters, so the longest context takes it twice
+    for request, budget in zip(backend.requests, (1000, 500, 20_000), strict=True):
         assert budget - 32 <= len(request.prompt_token_ids) + 8 <= budget
     before, after = answers[0].prompt.split("The code is 7.")
     assert len(before) / len(before + after) == pytest.approx(depth, abs=0.03)
