@@ -218,7 +218,8 @@ def _passes(
     from harness.errors import CapacityError, QualityError
 
     if baseline is None and request.model is None:
-        console.print("quality: not_run, a checkpoint has no unquantized weights to compare with: give --baseline")
+        reason = "a checkpoint has no unquantized weights to compare with: give --baseline"
+        console.print(f"quality: not_run, {reason}", soft_wrap=True)
         return True
     wanted = QualityRequest(
         engine_dir=built.engine_dir,

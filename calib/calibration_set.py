@@ -159,7 +159,7 @@ def _read_prompts(paths: Sequence[Path]) -> tuple[str, ...]:
             text = read_text(path).strip()
         except OSError as error:
             raise CalibrationError(
-                f"the system prompt {path} cannot be read: {error}", "give --system-prompt a text file"
+                f"the system prompt {path} cannot be read: {error.strerror}", "give --system-prompt a text file"
             ) from None
         if not text:
             raise CalibrationError(

@@ -169,7 +169,8 @@ def _items(path: Path) -> Iterator[tuple[int, list[Turns] | str]]:
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 yield 0, f"the compressed file ends early: {error}"
     except OSError as error:
-        raise CalibrationError(f"{path} cannot be read: {error}", "give --calib the file of a request log") from None
+        reason = error.strerror or error
+        raise CalibrationError(f"{path} cannot be read: {reason}", "give --calib the file of a request log") from None
 
 
 @contextmanager

@@ -322,7 +322,13 @@ def load_recipe(path: Path) -> Recipe:
     except (UnicodeDecodeError, yaml.YAMLError, ValidationError, RecursionError) as error:
         reason = _describe_invalid(error) if isinstance(error, ValidationError) else error
         raise RecipeError(f"{path} is not a recipe: {reason}", "see docs/build.md for the form") from None
-    return Recipe(name=parsed.name, rules=tuple((r.match, Precision.parse(r.precision)) for r in parsed.rules))
+    rules = []
+    for rule in parsed.rules:
+        try:
+            rules.append((rule.match, Precision.parse(rule.precision)))
+        except RecipeError as error:
+            raise RecipeError(f"{path}, rule {rule.match!r}: {error.message}", error.hint) from None
+    return Recipe(name=parsed.name, rules=tuple(rules))
 
 
 def _describe_invalid(error: ValidationError) -> str:

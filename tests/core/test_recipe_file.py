@@ -44,7 +44,10 @@ def test_the_recipe_in_the_docs_resolves_as_they_say(tmp_path: Path) -> None:
     [
         ("version: 2\nname: x\nrules: []\n", "version"),
         ("version: 1\nname: x\nrules: [{match: '*', precisio: int8}]\n", "rules.0.precision: "),
-        ("version: 1\nname: x\nrules: [{match: '*', precision: int3}]\n", "'int3'"),
+        (
+            "version: 1\nname: x\nrules: [{match: '*', precision: int3}]\n",
+            "recipe.yaml, rule '*': unknown precision 'int3'",
+        ),
         ("version: 1\nname: x\nrules: [{match: '*', precision: int4-g100}]\n", "32, 64, 128"),
         ("- a list\n", "the file: "),
         ("{not yaml", "is not a recipe"),
