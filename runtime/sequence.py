@@ -85,14 +85,13 @@ class Sequence:
             token_ids=self.token_ids[start : start + num_tokens],
             num_computed_tokens=start,
             block_table=list(self.block_table),
-            logit_positions=list(range(max(self.first_logit_position - start, 0), num_tokens)),
+            logit_positions=list(range(self.first_logit_position - start, num_tokens)),
         )
 
     def logit_rows(self, part: ScheduledSequence) -> list[LogitRow]:
         """What the rows of logits of its part in a step are for."""
-        following = part.num_computed_tokens + 1
-        next_token_ids = [*self.token_ids[following : following + len(part.token_ids)], None]
-        return [LogitRow(self, next_token_ids[position]) for position in part.logit_positions]
+        next_positions = [part.num_computed_tokens + position + 1 for position in part.logit_positions]
+        return [LogitRow(self, self.token_ids[p] if p < self.num_tokens else None) for p in next_positions]
 
     def chunk(
         self,

@@ -9,10 +9,11 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec import json
 
@@ -28,6 +29,7 @@ from harness.runtime.server.protocol import MAX_PROMPTS, ChatCompletionRequest, 
 from harness.runtime.text_stream import Delta, TextStream
 from harness.tokenizer import Tokenizer
 
+_MOST_REPORTS_AT_ONCE = 256  # tokens with log-probabilities: some milliseconds
 _NUM_ENCODERS = 2  # prompts encoded at once: each may take a hundred times its size, and the cores are the engine's
 
 
@@ -163,7 +165,7 @@ class CompletionService:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-        return json.encode(shape.whole(deltas, _usage(completions)))
+        return json.encode(await _made(deltas, lambda: shape.whole(deltas, _usage(completions))))
 
     async def _joined(self, completion: Completion) -> Delta:
         async with aclosing(self._deltas(completion)) as deltas:
@@ -180,7 +182,7 @@ class CompletionService:
         ):
             try:
                 async for delta in flushed:
-                    objects = [shape.chunk(delta)]
+                    objects = [await _made([delta], partial(shape.chunk, delta))]
                     if not has_begun and (opening := shape.opening()) is not None:
                         objects.insert(0, opening)
                     has_begun = True
@@ -234,6 +236,12 @@ class CompletionService:
                 num_completion_tokens=completion.stream.num_completion_tokens,
             )
         )
+
+
+async def _made(deltas: Sequence[Delta], make: Callable[[], Json]) -> Json:
+    """What `make` makes of deltas: on a thread where it takes so long that other streams would pause."""
+    is_long = sum(len(delta.reports) for delta in deltas) > _MOST_REPORTS_AT_ONCE
+    return await asyncio.to_thread(make) if is_long else make()
 
 
 def _usage(completions: Sequence[Completion]) -> Json:

@@ -83,10 +83,10 @@ def running(engine: Path, *arguments: str) -> Iterator[Server]:
     assert process.stderr is not None
     log: list[str] = []
     try:
-        log.append(process.stderr.readline())
         reader = threading.Thread(target=log.extend, args=(process.stderr,))
         reader.start()
-        address = re.match(r"http://\S+", log[0])
+        wait_until(lambda: " serves " in "".join(log) or process.poll() is not None, 30)
+        address = re.search(r"^http://\S+", "".join(log), re.MULTILINE)
         assert address, log
         with httpx.Client(base_url=address[0], timeout=60) as client:
             wait_until(lambda: client.get("/health").status_code == 200, 10)
