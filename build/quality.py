@@ -23,7 +23,7 @@ from harness.calib.quality.suite import load_suite
 from harness.calib.quality.wording import gate_format
 from harness.calib.traffic import read_text
 from harness.console import printable
-from harness.errors import QualityError, UsageError
+from harness.errors import EngineError, QualityError, UsageError
 from harness.manifest import MANIFEST_NAME, EngineManifest, read_manifest
 from harness.recipe import PRESETS, preset
 
@@ -113,7 +113,10 @@ def _baseline(baseline: str | None, engine_dir: Path, manifest: EngineManifest, 
 
 def _unquantized_beside(engine_dir: Path, manifest: EngineManifest) -> Path | None:
     for path in sorted(engine_dir.resolve().parent.glob(f"*/{MANIFEST_NAME}")):
-        other = read_manifest(path.parent)
+        try:
+            other = read_manifest(path.parent)
+        except EngineError:  # of another version, or half copied
+            continue
         is_f16 = set(other.recipe.layers.values()) == {"f16"}
         if is_f16 and other.arch == manifest.arch and other.model.content_hash == manifest.model.content_hash:
             return path.parent
@@ -168,9 +171,8 @@ def _tell(report: QualityReport, page: Path, console: Console) -> None:
 def _tell_gates(report: QualityReport, console: Console) -> None:
     decisive: Sequence[Verdict] = ("fail", "warn")
     for gate in sorted((g for g in report.gates if g.verdict in decisive), key=lambda g: decisive.index(g.verdict)):
+        value = gate_format(gate.gate)(gate.value)
+        line = f"{gate.verdict}: {gate.gate} of {gate.where} is {value}: {gate.reason}"
         console.print(
-            printable(
-                f"{gate.verdict}: {gate.gate} of {gate.where} is {gate_format(gate.gate)(gate.value)}: {gate.reason}"
-            ),
-            soft_wrap=True,
-        )
+            printable(" ".join(line.split())), soft_wrap=True
+        )  # a terminal needs no spaces that hold together

@@ -31,6 +31,7 @@ STEP_TOKENS = 512  # the server's default budget of a step
 WINDOWS_BESIDE = 4  # for the noise floor, of each domain
 _DECODED = 48  # tokens at the end of a window that are computed one at a time there
 _POSITION_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_MOST_NATS = 700.0  # a broken engine's perplexity stays a number, which JSON can hold
 _OVERLAP = 0.05  # share of a window's n-grams from which on it counts as seen
 
 
@@ -185,8 +186,8 @@ def _result(name: str, parts: Sequence[Comparison], noise: Comparison, num_overl
         num_windows=len(parts),
         num_tokens=len(whole.loss),
         num_overlapping=num_overlapping,
-        perplexity_baseline=float(np.exp(whole.baseline_loss.mean())),
-        perplexity=float(np.exp(whole.loss.mean())),
+        perplexity_baseline=_perplexity(whole.baseline_loss.mean()),
+        perplexity=_perplexity(whole.loss.mean()),
         perplexity_change=_as_change(rise),
         kl_mean=bootstrap_tokens(whole.kl_divergence),
         **_percentiles(whole),
@@ -197,13 +198,17 @@ def _result(name: str, parts: Sequence[Comparison], noise: Comparison, num_overl
     )
 
 
+def _perplexity(mean_loss: float) -> float:
+    return float(np.exp(min(mean_loss, _MOST_NATS)))
+
+
 def _percentiles(comparison: Comparison) -> dict[str, float]:
     median, p90, p99 = np.quantile(comparison.kl_divergence, (0.5, 0.9, 0.99)).tolist()
     return {"kl_median": median, "kl_p90": p90, "kl_p99": p99}
 
 
 def _as_change(rise: Interval) -> Interval:
-    value, low, high = np.expm1([rise.value, rise.low, rise.high]).tolist()
+    value, low, high = np.expm1(np.minimum([rise.value, rise.low, rise.high], _MOST_NATS)).tolist()
     return Interval(value=value, low=low, high=high)
 
 
@@ -219,7 +224,7 @@ def _overall(results: Sequence[DomainResult], parts: Sequence[Comparison]) -> Do
         num_windows=sum(r.num_windows for r in results),
         num_tokens=sum(r.num_tokens for r in results),
         num_overlapping=sum(r.num_overlapping for r in results),
-        **{name: float(np.exp(value)) for name, value in logs.items()},
+        **{name: _perplexity(value) for name, value in logs.items()},
         perplexity_change=_as_change(mean_interval(rises)),
         kl_mean=mean_interval([r.kl_mean for r in results]),
         **_percentiles(Comparison.join(parts)),

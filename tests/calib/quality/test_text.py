@@ -6,6 +6,7 @@ import torch
 import transformers
 
 from harness.calib.overlap import load_ngrams, ngram_hashes, save_ngrams
+from harness.calib.quality.report import TextResult
 from harness.calib.quality.suite import TextAmount, load_suite
 from harness.calib.quality.text import Domain, cut_windows, measure_text, steps_of, window_logits
 from harness.checkpoint_record import NGRAMS_NAME
@@ -95,6 +96,19 @@ def test_logits_that_are_not_finite_are_counted_and_count_as_knowing_nothing(lla
     assert np.isfinite(result.overall.kl_mean.high)
     with pytest.raises(QualityError, match="baseline computes NaN"):
         measure_text(Poisoned(load(llama_f16)), load(llama_f16), domains)
+
+
+class Shouting(Poisoned):
+    """An executor that is sure of the wrong tokens, far beyond what an exponential can hold."""
+
+    def execute(self, scheduled: SchedulerOutput) -> StepOutput:
+        return StepOutput(logits=-5000 * self.executor.execute(scheduled).logits)
+
+
+def test_figures_of_an_engine_that_is_beyond_all_bounds_can_be_written(llama_f16: Path) -> None:
+    result = measure_text(load(llama_f16), Shouting(load(llama_f16)), windows_of(llama_f16))
+    assert result.overall.perplexity > 1e300
+    assert TextResult.model_validate_json(result.model_dump_json()) == result
 
 
 def test_windows_beside_each_other_and_in_pieces_are_those_computed_alone(llama_f16: Path) -> None:
