@@ -17,6 +17,7 @@ import numpy.typing as npt
 from harness.errors import EngineError
 from harness.runtime.block_pool import num_blocks_for
 from harness.runtime.executor import TOKENS_PER_BLOCK, ScheduledSequence
+from harness.runtime.slot_tokens import SlotTokens
 
 Logits = npt.NDArray[np.float32]
 Compute = Callable[[list[ScheduledSequence]], Logits]
@@ -76,7 +77,7 @@ def find_row_window(compute: Compute, *, vocab_size: int, num_blocks: int) -> Ro
 
 
 class DeterministicSteps:
-    """Turns a step into calls of the model inside a row window. Remembers which token each KV slot was computed from.
+    """Turns a step into calls of the model inside a row window.
 
     Args:
         num_blocks: KV blocks of the executor.
@@ -84,7 +85,7 @@ class DeterministicSteps:
     """
 
     def __init__(self, num_blocks: int, window: RowWindow) -> None:
-        self._slot_tokens = np.zeros((num_blocks, TOKENS_PER_BLOCK), np.int64)
+        self._slots = SlotTokens(num_blocks)
         self._window = window
 
     def calls(self, sequences: Sequence[ScheduledSequence]) -> list[list[ScheduledSequence]]:
@@ -92,14 +93,14 @@ class DeterministicSteps:
         calls: list[list[ScheduledSequence]] = [[]]
         num_rows = 0
         for sequence in sequences:
-            self._remember(sequence)
+            self._slots.remember(sequence)
             done = 0
             while done < len(sequence.token_ids):
                 if self._window.most - num_rows < 2:
                     calls.append([])
                     num_rows = 0
                 count = min(len(sequence.token_ids) - done, self._window.most - num_rows)
-                piece = self._two_rows(_piece(sequence, done, count))
+                piece = self._slots.two_rows(_piece(sequence, done, count))
                 calls[-1].append(piece)
                 num_rows += len(piece.token_ids)
                 done += count
@@ -112,30 +113,6 @@ class DeterministicSteps:
     def fill_logit_rows(self, indices: list[int]) -> list[int]:
         """Repeat an index until the vocabulary's matrix gets the least rows too."""
         return indices + indices[-1:] * (self._window.least - len(indices))
-
-    def _remember(self, sequence: ScheduledSequence) -> None:
-        start = sequence.num_computed_tokens
-        positions = np.arange(start, start + len(sequence.token_ids))
-        blocks = np.array(sequence.block_table)[positions // TOKENS_PER_BLOCK]
-        self._slot_tokens[blocks, positions % TOKENS_PER_BLOCK] = sequence.token_ids
-
-    def _two_rows(self, piece: ScheduledSequence) -> ScheduledSequence:
-        """A lone token together with the one before it, whose keys and values come out as they are.
-
-        A sequence's first token has none before it: it gets one behind it, in a slot that the next step overwrites.
-        """
-        if len(piece.token_ids) > 1:
-            return piece
-        if piece.num_computed_tokens == 0:
-            return replace(piece, token_ids=piece.token_ids * 2)
-        before = piece.num_computed_tokens - 1
-        slot = piece.block_table[before // TOKENS_PER_BLOCK], before % TOKENS_PER_BLOCK
-        return replace(
-            piece,
-            token_ids=[int(self._slot_tokens[slot]), *piece.token_ids],
-            num_computed_tokens=before,
-            logit_positions=[p + 1 for p in piece.logit_positions],
-        )
 
 
 def _piece(sequence: ScheduledSequence, done: int, count: int) -> ScheduledSequence:

@@ -22,6 +22,7 @@ from harness.manifest import EngineManifest
 from harness.runtime.deterministic import DeterministicSteps, find_row_window
 from harness.runtime.executor import ScheduledSequence, SchedulerOutput, StepOutput
 from harness.runtime.paged_graph import LOGIT_INDICES, to_paged
+from harness.runtime.slot_tokens import SlotTokens
 
 
 class OpenVinoExecutor:
@@ -61,6 +62,7 @@ class OpenVinoExecutor:
         self._vocab_size = manifest.model.vocab_size
         self._kv_memory: list[npt.NDArray[np.uint8]] = []  # OpenVINO's tensors do not keep it alive
         self._num_blocks = self._allocate_kv(kv_cache_bytes)
+        self._slots = SlotTokens(self._num_blocks) if manifest.kv.kind == "mla-latent" else None
         self._steps: DeterministicSteps | None = None
         if deterministic:
             window = find_row_window(self._compute, vocab_size=self._vocab_size, num_blocks=self._num_blocks)
@@ -103,9 +105,17 @@ class OpenVinoExecutor:
         _check_range("token id", (t for s in scheduled.sequences for t in s.token_ids), self._vocab_size)
         _check_range("KV block", (b for s in scheduled.sequences for b in s.block_table), self._num_blocks)
         if self._steps is None:
-            return StepOutput(logits=self._compute(scheduled.sequences))
+            return StepOutput(logits=self._compute(self._without_lone_tokens(scheduled.sequences)))
         rows = [self._compute(call).copy() for call in self._steps.calls(scheduled.sequences)]
         return StepOutput(logits=np.concatenate(rows))
+
+    def _without_lone_tokens(self, sequences: list[ScheduledSequence]) -> list[ScheduledSequence]:
+        """See `slot_tokens`: latent attention is wrong for one query row."""
+        if self._slots is None:
+            return sequences
+        for sequence in sequences:
+            self._slots.remember(sequence)
+        return [self._slots.two_rows(sequence) for sequence in sequences]
 
     def _compute(self, sequences: Sequence[ScheduledSequence]) -> npt.NDArray[np.float32]:
         """One call of the model; logits `(num_logit_positions, vocab_size)`, overwritten by the next call."""

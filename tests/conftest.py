@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from harness.build.cpu_engine import build_cpu_engine
 from harness.build.open_source import open_source
 from harness.recipe import preset
 from harness.tokenizer import TokenizerFiles
+
+# what runs the tests in the background may have it ignored, and every process under test would inherit that
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _MODELS = Path(__file__).resolve().parent / "models"
 
