@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -338,9 +339,7 @@ def inspect(
     if as_json:
         print(json.dumps(manifest.model_dump(mode="json"), indent=1))
         return
-    counts: dict[str, int] = {}
-    for layer_precision in manifest.recipe.layers.values():
-        counts[layer_precision] = counts.get(layer_precision, 0) + 1
+    counts = Counter(manifest.recipe.layers.values())
     table = Table(
         show_header=False, box=None, title=Text(printable(f"engine {manifest.engine_id}")), title_justify="left"
     )

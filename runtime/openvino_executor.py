@@ -62,7 +62,8 @@ class OpenVinoExecutor:
         self._vocab_size = manifest.model.vocab_size
         self._kv_memory: list[npt.NDArray[np.uint8]] = []  # OpenVINO's tensors do not keep it alive
         self._num_blocks = self._allocate_kv(kv_cache_bytes)
-        self._slots = SlotTokens(self._num_blocks) if manifest.kv.kind == "mla-latent" else None
+        pairs = manifest.kv.kind == "mla-latent" and not deterministic  # deterministic steps make pairs themselves
+        self._slots = SlotTokens(self._num_blocks) if pairs else None
         self._steps: DeterministicSteps | None = None
         if deterministic:
             window = find_row_window(self._compute, vocab_size=self._vocab_size, num_blocks=self._num_blocks)

@@ -12,11 +12,9 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from preset_engine import build_preset_engine
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from harness.build.cpu_engine import build_cpu_engine
-from harness.build.open_source import open_source
-from harness.recipe import preset
 from harness.tokenizer import TokenizerFiles
 
 # what runs the tests in the background may have it ignored, and every process under test would inherit that
@@ -135,18 +133,13 @@ def save_random_model(
     return save
 
 
-def _build(smollm2_path: Path, out: Path, precision: str) -> Path:
-    source = open_source(str(smollm2_path))
-    return build_cpu_engine(source, preset(precision, source.spec), engines_dir=out.parent, out=out).engine_dir
-
-
 @pytest.fixture(scope="session")
 def smollm2_engine(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2-135M built for `cpu` in int8."""
-    return _build(smollm2_path, tmp_path_factory.mktemp("engines") / "int8", "int8")
+    return build_preset_engine(smollm2_path, tmp_path_factory.mktemp("engines") / "int8", "int8")
 
 
 @pytest.fixture(scope="session")
 def smollm2_f16_engine(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2-135M built for `cpu` in f16."""
-    return _build(smollm2_path, tmp_path_factory.mktemp("engines") / "f16", "f16")
+    return build_preset_engine(smollm2_path, tmp_path_factory.mktemp("engines") / "f16", "f16")

@@ -2,8 +2,8 @@
 
 A gate fires on a difference and not on noise. A loss counts where its interval lies above what batching alone moves;
 then its size decides. A loss beyond `fail` that chance could explain warns, since too little was measured to let it
-pass. Several gates of one kind are several chances to err: their intervals are widened (Bonferroni), so that all of
-them together cry wolf in 5 % of cases. Owns no limit: they stand in the suite.
+pass. Tasks are many chances to err: their intervals are widened (Bonferroni), so that the tasks of a layer together cry
+wolf in 5 % of cases. Owns no limit: they stand in the suite.
 """
 
 from __future__ import annotations

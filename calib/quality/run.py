@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -97,11 +99,10 @@ def measure_quality(plan: Measurement, on_progress: OnProgress) -> QualityReport
     for other in (baseline, *compared.values()):
         _check_comparable(engine, other)
     tasks = read_tasks(plan.suite) if plan.full else []
-    tokenizer = Tokenizer.from_dir(engine.path)
-    domains = _domains(plan, engine, tokenizer)
+    domains = _domains(plan, engine)
     texts = _measure_texts(baseline, {"": engine, **compared}, domains, on_progress)
     text = texts.pop("")
-    results = _measure_tasks(plan, tasks, baseline, engine, tokenizer, on_progress)
+    results = _measure_tasks(plan, tasks, baseline, engine, on_progress)
     table = _table(plan, (engine, baseline, compared), (text, texts), domains, on_progress)
     content = plan.suite.content
     gates = [
@@ -166,11 +167,17 @@ def _check_comparable(engine: _Engine, other: _Engine) -> None:
             )
 
 
-def _domains(plan: Measurement, engine: _Engine, tokenizer: Tokenizer) -> list[Domain]:
+def _stepper(stage: str, total: int, on_progress: OnProgress) -> Callable[[], None]:
+    """Counts the steps of a stage, one at each call."""
+    done = count(1)
+    return lambda: on_progress(stage, next(done), total)
+
+
+def _domains(plan: Measurement, engine: _Engine) -> list[Domain]:
     text = plan.suite.content.text
     return cut_windows(
         plan.suite,
-        tokenizer,
+        Tokenizer.from_dir(engine.path),
         text.full if plan.full else text.quick,
         max_model_len=engine.manifest.max_model_len,
         calibration_ngrams=load_ngrams(engine.path),
@@ -181,14 +188,9 @@ def _measure_texts(
     baseline: _Engine, others: Mapping[str, _Engine], domains: Sequence[Domain], on_progress: OnProgress
 ) -> dict[str, TextResult]:
     """Layer 1 of each engine beside the baseline, which stays loaded."""
-    total, done = len(others) * num_windows(domains), 0
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        on_progress("text", done, total)
-
+    total = len(others) * num_windows(domains)
     on_progress("text", 0, total)
+    step = _stepper("text", total, on_progress)
     largest = max(engine.manifest.weight_bytes() for engine in others.values())
     _check_memory(baseline.manifest.weight_bytes() + largest)
     tokens = max(len(window) for domain in domains for window in domain.windows)
@@ -227,22 +229,11 @@ def _config(engine: _Engine) -> ResolvedConfig:
 
 
 def _measure_tasks(
-    plan: Measurement,
-    tasks: Sequence[Task],
-    baseline: _Engine,
-    engine: _Engine,
-    tokenizer: Tokenizer,
-    on_progress: OnProgress,
+    plan: Measurement, tasks: Sequence[Task], baseline: _Engine, engine: _Engine, on_progress: OnProgress
 ) -> list[TaskResult]:
-    total, done = 2 * sum(len(task.items) for task in tasks), 0
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        on_progress("tasks", done, total)
-
+    step = _stepper("tasks", 2 * sum(len(task.items) for task in tasks), on_progress)
     answers = {
-        side: asyncio.run(_answers(side_engine, tasks, plan, Tokenizer.from_dir(side_engine.path), step))
+        side: asyncio.run(_answers(side_engine, tasks, plan, step))
         for side, side_engine in (("baseline", baseline), ("engine", engine))
         if tasks
     }
@@ -253,10 +244,10 @@ def _measure_tasks(
 
 
 async def _answers(
-    engine: _Engine, tasks: Sequence[Task], plan: Measurement, tokenizer: Tokenizer, on_item: Callable[[], None]
+    engine: _Engine, tasks: Sequence[Task], plan: Measurement, on_item: Callable[[], None]
 ) -> list[list[Answer]]:
     """Answers of one engine to all tasks; each engine's conversations go through its own chat template."""
-    config = _config(engine)
+    config, tokenizer = _config(engine), Tokenizer.from_dir(engine.path)
     settings = TaskSettings(
         decoding=plan.suite.content.decoding,
         system_prompts=(*plan.suite.system_prompts(), *plan.system_prompts),
@@ -286,13 +277,7 @@ def _table(
     speeds = {}
     if plan.full:
         wanted = plan.suite.content.speed
-        total, done = wanted.rounds * len(rows), 0
-
-        def step() -> None:
-            nonlocal done
-            done += 1
-            on_progress("speed", done, total)
-
+        step = _stepper("speed", wanted.rounds * len(rows), on_progress)
         prompt = [token for domain in domains for window in domain.windows for token in window]
         speeds = measure_speed({key: _config(e) for key, (e, _) in rows.items()}, prompt, wanted, step)
     return [
@@ -311,9 +296,6 @@ def _table(
 
 def _summary(engine: _Engine) -> EngineSummary:
     manifest = engine.manifest
-    precisions: dict[str, int] = {}
-    for precision in manifest.recipe.layers.values():
-        precisions[precision] = precisions.get(precision, 0) + 1
     return EngineSummary(
         name=manifest.model.name,
         engine_id=manifest.engine_id,
@@ -321,7 +303,7 @@ def _summary(engine: _Engine) -> EngineSummary:
         arch=manifest.arch,
         backend=manifest.backend,
         recipe=manifest.recipe.name,
-        precisions=precisions,
+        precisions=dict(Counter(manifest.recipe.layers.values())),
         calibration=manifest.calibration.describe(),
         decoder_bits_per_weight=manifest.recipe.decoder_bits_per_weight,
         bits_per_weight=manifest.recipe.bits_per_weight,

@@ -129,9 +129,12 @@ def measure_text(
     with ThreadPoolExecutor(1) as background:  # the next window is computed while one is compared
         for domain in domains:
             pending = []
+            ends: list[Logits] = []
             for window in domain.windows:
                 expected, seen = (window_logits(e, [window], steps_of(len(window)))[0] for e in (baseline, engine))
                 pending.append(background.submit(compare_window, expected, seen, window))
+                if len(ends) < WINDOWS_BESIDE:
+                    ends.append(seen[-_num_decoded(len(window)) :].copy())
                 if len(pending) > 1:
                     pending[-2].result()
                 on_window()
@@ -140,7 +143,7 @@ def measure_text(
                 raise QualityError(
                     f"the baseline computes NaN or infinite logits on {domain.name} text", "give another --baseline"
                 )
-            noise[domain.name] = _noise(engine, domain.windows[:WINDOWS_BESIDE])
+            noise[domain.name] = _noise(engine, domain.windows[:WINDOWS_BESIDE], ends)
             on_window()
     results = [_result(d.name, comparisons[d.name], noise[d.name], d.num_overlapping) for d in domains]
     every = [c for parts in comparisons.values() for c in parts]
@@ -162,17 +165,19 @@ def compare_window(expected: Logits, seen: Logits, window: list[int]) -> Compari
     return compare_logits(expected[:-1], seen[:-1], np.array(window[1:]))
 
 
-def _noise(engine: Executor, windows: Sequence[list[int]]) -> Comparison:
-    """The engine against itself on the ends of windows, which are once computed as a part of the whole."""
-    length = len(windows[0])
-    num_decoded = min(_DECODED, length // 2)
-    start = length - num_decoded
+def _num_decoded(length: int) -> int:
+    return min(_DECODED, length // 2)
+
+
+def _noise(engine: Executor, windows: Sequence[list[int]], ends: Sequence[Logits]) -> Comparison:
+    """The engine against itself on the ends of windows; `ends` are their logits as parts of the whole."""
+    num_decoded = _num_decoded(len(windows[0]))
+    start = len(windows[0]) - num_decoded
     steps = [*steps_of(start, STEP_TOKENS // WINDOWS_BESIDE), *[1] * num_decoded]
     beside = window_logits(engine, windows, steps)
     parts = []
-    for window, decoded in zip(windows, beside, strict=True):
-        whole = window_logits(engine, [window], steps_of(length))[0]
-        parts.append(compare_window(whole[start:], decoded[start:], window[start:]))
+    for window, whole, decoded in zip(windows, ends, beside, strict=True):
+        parts.append(compare_window(whole, decoded[start:], window[start:]))
     return Comparison.join(parts)
 
 

@@ -5,17 +5,15 @@ A layer with wrong scales or an expert of zeros shows here by name, while the te
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from harness.calib.quality.report import ModuleError
-from harness.recipe import Precision
+from harness.calib.units import layer_of
+from harness.recipe import Precision, in_decoder
 from harness.runtime.engine_weights import module_weights
-
-_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def weight_errors(engine_dir: Path, baseline_dir: Path, precisions: Mapping[str, str]) -> list[ModuleError]:
@@ -33,11 +31,10 @@ def weight_errors(engine_dir: Path, baseline_dir: Path, precisions: Mapping[str,
             continue
         norm = float(np.linalg.norm(expected))
         distance = float(np.linalg.norm(weights - expected))
-        layer = _LAYER.match(module)
         errors.append(
             ModuleError(
                 module=module,
-                layer=int(layer[1]) if layer else None,
+                layer=layer_of(module) if in_decoder(module) else None,
                 precision=precisions.get(module, "f16"),
                 relative_error=distance / norm if norm else float(distance > 0),
             )

@@ -8,18 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from harness.build.cpu_engine import build_cpu_engine
-from harness.build.open_source import open_source
-from harness.recipe import preset
+from preset_engine import build_preset_engine
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "benchmarks" / "lm_eval_agreement.py"
 
 
 def test_lm_eval_agrees_with_layer_1(tiny_llama_path: Path, tmp_path: Path) -> None:
-    source = open_source(str(tiny_llama_path))
-    engine = tmp_path / "engine"
-    build_cpu_engine(source, preset("int8", source.spec), engines_dir=tmp_path, out=engine)
+    engine = build_preset_engine(tiny_llama_path, tmp_path / "engine", "int8")
     command = [sys.executable, str(SCRIPT), str(engine), "--documents", "2", "--modes", "deterministic"]
     finished = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stdout + finished.stderr

@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import yaml
 from broken_engine import Scales, break_scales, change_chat_template
+from preset_engine import build_preset_engine
 
-from harness.build.cpu_engine import build_cpu_engine
-from harness.build.open_source import open_source
 from harness.calib.quality.report import QualityReport
 from harness.calib.quality.run import Measurement, measure_quality, write_report
 from harness.calib.quality.suite import DEFAULT_SUITE, Suite, load_suite
 from harness.errors import CapacityError, QualityError, SuiteError
 from harness.manifest import read_manifest, verify_files
-from harness.recipe import preset
 
 TASKS = [
     {
@@ -94,12 +92,11 @@ def test_doubled_scales_of_one_layer_fail_and_are_named(
 
 
 def test_an_expert_of_zeros_fails_and_is_named(
-    deepseek_f16: Path, small_suite: Callable[..., Suite], tmp_path: Path
+    tiny_deepseek_path: Path, deepseek_f16: Path, small_suite: Callable[..., Suite], tmp_path: Path
 ) -> None:
     """The f16 engine of this model has no scales, so an int8 one is broken."""
 
-    source = open_source(str(Path(__file__).parents[2] / "models" / "tiny-deepseek-v2"))
-    int8 = build_cpu_engine(source, preset("int8", source.spec), engines_dir=tmp_path, out=tmp_path / "int8").engine_dir
+    int8 = build_preset_engine(tiny_deepseek_path, tmp_path / "int8", "int8")
     expert = "model.layers.3.mlp.experts.2.down_proj"
 
     def zero(scales: Scales, number: int) -> Scales:
