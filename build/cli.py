@@ -172,8 +172,8 @@ def build(
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary folders are removed
 
+    from harness.build.quality import read_suite
     from harness.build.request import BuildRequest
-    from harness.calib.quality.suite import load_suite
     from harness.errors import UsageError
 
     request = BuildRequest(
@@ -197,7 +197,7 @@ def build(
     if report not in _REPORTS:
         raise UsageError(f"unknown --report {report!r}", f"allowed: {', '.join(_REPORTS)}")
     if suite is not None:
-        load_suite(suite)  # before hours of calibration
+        read_suite(suite)  # before hours of calibration
     built = _lower(request, resolve_arch(arch), out, console)
     console.print(f"{'found' if built.reused else 'built'} for {arch}")
     # before the report, which may take minutes; exact, whatever the terminal's encoding

@@ -17,10 +17,22 @@ from rich.text import Text
 
 from harness.build.cpu_engine import build_cpu_engine
 from harness.build.open_source import open_source
+from harness.calib.quality.findings import answer
 from harness.calib.quality.report import METRICS_VERSION, QualityReport, Verdict
 from harness.calib.quality.run import Measurement, measure_quality, write_report
-from harness.calib.quality.suite import load_suite
-from harness.calib.quality.wording import gate_format
+from harness.calib.quality.suite import DEFAULT_SUITE, Suite, load_suite
+from harness.calib.quality.tasks import read_tasks
+from harness.calib.quality.wording import (
+    duration,
+    gate_format,
+    nats,
+    percent,
+    points,
+    rate,
+    signed_percent,
+    signed_points,
+    size,
+)
 from harness.calib.traffic import read_text
 from harness.console import printable
 from harness.errors import EngineError, QualityError, UsageError
@@ -49,6 +61,19 @@ class QualityRequest:
     full: bool = True
 
 
+def read_suite(path: Path | None) -> Suite:
+    """A suite of which every file was read and every item checked; the default without a path.
+
+    Raises:
+        SuiteError: names the file and what is wrong in it.
+    """
+    if path is not None and not path.is_file():
+        raise UsageError(f"--suite {path} is no file", f"give a suite's YAML file; {DEFAULT_SUITE} is an example")
+    suite = load_suite(path or DEFAULT_SUITE)
+    read_tasks(suite)
+    return suite
+
+
 def report_quality(request: QualityRequest, console: Console) -> Verdict:
     """Measure an engine, write its report and its verdict, and say what came out.
 
@@ -58,8 +83,10 @@ def report_quality(request: QualityRequest, console: Console) -> Verdict:
         HarnessError: it cannot be measured; the manifest's verdict is left as it was.
     """
     manifest = read_manifest(request.engine_dir)
-    suite = load_suite(request.suite) if request.suite else load_suite()
+    suite = read_suite(request.suite)
     prompts = tuple(_read_prompt(path) for path in request.system_prompts)
+    for name in request.compared:
+        _check_compared(name, request.baseline)
     baseline_dir = _baseline(request.baseline, request.engine_dir, manifest, console)
     known = manifest.quality
     sought = (suite.sha256, read_manifest(baseline_dir).engine_id, METRICS_VERSION)
@@ -133,13 +160,19 @@ def build_preset(model: str, name: str, console: Console) -> Path:
     return built.engine_dir
 
 
-def _compared(name: str, baseline: str | None, console: Console) -> Path:
+def _check_compared(name: str, baseline: str | None) -> None:
     if (Path(name) / MANIFEST_NAME).is_file():
-        return Path(name)
+        return
     if name not in PRESETS:
         raise UsageError(f"--compare {name!r} is no engine", f"give an engine's folder, or one of {', '.join(PRESETS)}")
     if baseline is None or (Path(baseline) / MANIFEST_NAME).is_file():
         raise UsageError(f"--compare {name} is built of a model", "give the model as --baseline")
+
+
+def _compared(name: str, baseline: str | None, console: Console) -> Path:
+    if (Path(name) / MANIFEST_NAME).is_file():
+        return Path(name)
+    assert baseline is not None, "checked before"
     return build_preset(baseline, name, console)
 
 
@@ -151,21 +184,68 @@ def _read_prompt(path: Path) -> str:
 
 
 def _tell(report: QualityReport, page: Path, console: Console) -> None:
-    table = Table(box=None, title=Text(f"quality: {report.verdict} ({report.kind}, {report.seconds:.0f} s)"))
-    table.title_justify = "left"
-    for heading in ("text", "perplexity", "change", "KL divergence", "top-1"):
-        table.add_column(heading, justify="left" if heading == "text" else "right")
-    for domain in (report.text.overall, *report.text.domains):
-        table.add_row(
-            Text(printable(domain.domain)),
-            f"{domain.perplexity_baseline:.2f} -> {domain.perplexity:.2f}",
-            f"{domain.perplexity_change.value:+.2%}",
-            f"{domain.kl_mean.value:.4f}",
-            f"{domain.top1_agreement.value:.1%}",
-        )
-    console.print(table)
+    _, decided = answer(report)
+    console.print(f"quality: {report.verdict} ({report.kind}, {report.seconds:.0f} s). {decided}")
+    domains = (report.text.overall, *report.text.domains)
+    _print_table(
+        ("text", "perplexity", "change", "KL divergence", "top-1"),
+        [
+            (
+                domain.domain,
+                f"{domain.perplexity_baseline:.2f} -> {domain.perplexity:.2f}",
+                signed_percent(domain.perplexity_change.value),
+                nats(domain.kl_mean.value),
+                percent(domain.top1_agreement.value),
+            )
+            for domain in domains
+        ],
+        console,
+    )
+    if report.kind == "full":
+        _tell_tasks(report, console)
+        _tell_speed(report, console)
     _tell_gates(report, console)
     console.print(f"report: {page}", soft_wrap=True)
+
+
+def _tell_tasks(report: QualityReport, console: Console) -> None:
+    rows = [
+        (task.name, "not run", "", "")
+        if task.skipped
+        else (
+            task.name,
+            f"{percent(task.score_baseline)} -> {percent(task.score)}",
+            signed_points(task.difference.value),
+            points(task.detectable_difference),
+        )
+        for task in report.tasks
+    ]
+    if rows:
+        _print_table(("task", "score", "change", "least that shows"), rows, console)
+
+
+def _tell_speed(report: QualityReport, console: Console) -> None:
+    rows = [
+        (
+            f"{row.engine.recipe} ({row.role})",
+            size(row.engine.weight_bytes),
+            duration(row.speed.ttft_s.mean),
+            duration(row.speed.tpot_s.mean),
+            rate(row.speed.tokens_per_s.mean),
+        )
+        for row in report.table
+        if row.speed is not None
+    ]
+    _print_table(("recipe", "size", "TTFT", "TPOT", "tokens/s"), rows, console)
+
+
+def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
+    table = Table(box=None)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    console.print(table)
 
 
 def _tell_gates(report: QualityReport, console: Console) -> None:

@@ -24,10 +24,10 @@ def break_scales(engine: Path, out: Path, module: str, edit: Callable[[Scales, i
     """
     shutil.copytree(engine, out)
     model = ov.Core().read_model(engine / "model.xml")
-    for node in model.get_ordered_ops():
-        modules = parse_weights_node_name(node.get_friendly_name())
-        if modules is None or module not in modules:
-            continue
+    named = ((node, parse_weights_node_name(node.get_friendly_name())) for node in model.get_ordered_ops())
+    holding = [(node, modules) for node, modules in named if modules is not None and module in modules]
+    assert holding, f"the engine has no {module}"
+    for node, modules in holding:
         multiply = _multiply(node)
         scale = multiply.input_value(1).get_node()
         edited = edit(np.array(scale.get_data()), list(modules).index(module))

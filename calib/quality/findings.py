@@ -86,6 +86,8 @@ def anchor_of(report: QualityReport, gate: GateResult) -> str:
     """Id of the part of the page that shows what a gate looked at."""
     if gate.gate == "chat template":
         return "compared"
+    if gate.gate == "weight error":
+        return "weights"
     is_task = gate.gate == "score drop"
     names = [task.name for task in report.tasks] if is_task else [domain.domain for domain in report.text.domains]
     if gate.where in names:

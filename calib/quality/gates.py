@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from statistics import NormalDist
 
 from harness.calib.quality.paired import mean_interval
-from harness.calib.quality.report import DomainResult, Gate, GateResult, Interval, TaskResult, Verdict
+from harness.calib.quality.report import DomainResult, Gate, GateResult, Interval, ModuleError, TaskResult, Verdict
 from harness.calib.quality.suite import Gates, Limits
-from harness.calib.quality.wording import gate_format, limit
+from harness.calib.quality.wording import gate_format, limit, number_of, percent, points
 from harness.manifest import EngineManifest
 
 _ORDER: tuple[Verdict, ...] = ("pass", "warn", "fail")
@@ -51,8 +51,9 @@ def judge_inputs(engine: EngineManifest, baseline: EngineManifest) -> list[GateR
 
 def judge_text(domains: Sequence[DomainResult], gates: Gates, num_parameters: int) -> list[GateResult]:
     """Gates of layer 1, for each domain and overall."""
-    small = gates.small_models
-    limits = small.perplexity_change if num_parameters < small.below_parameters else gates.perplexity_change
+    small, limits = gates.small_models, gates.perplexity_change
+    if small is not None and num_parameters < small.below_parameters:
+        limits = small.perplexity_change
     results = []
     for domain in domains:
         if domain.num_non_finite:
@@ -64,16 +65,57 @@ def judge_text(domains: Sequence[DomainResult], gates: Gates, num_parameters: in
     return results
 
 
+def judge_weights(weights: Sequence[ModuleError], gates: Gates) -> list[GateResult]:
+    """Whether each module's weights are still those of the baseline: the gate for what the text may hardly use.
+
+    The module that is farthest off is judged for all. Only for engines of the same weights.
+    """
+    if not weights:
+        return []
+    worst_module = max(weights, key=lambda module: module.relative_error)
+    error, limits = worst_module.relative_error, gates.weight_error
+    others = sum(module.relative_error > limits.warn for module in weights) - 1
+    verdict: Verdict = "fail" if error > limits.fail else "warn" if error > limits.warn else "pass"
+    reason = f"not above {percent(limits.warn)}, and no module is farther off"
+    if verdict != "pass":
+        crossed = f"the limit of {percent(limits.fail)}" if verdict == "fail" else percent(limits.warn)
+        also = f", as {number_of(others, 'other module')} are" if others else ""
+        reason = f"above {crossed}{also}{f': {limits.why}' if limits.why else ''}"
+    return [
+        GateResult(
+            gate="weight error",
+            where=worst_module.module,
+            value=error,
+            interval=None,
+            warn=limits.warn,
+            fail=limits.fail,
+            verdict=verdict,
+            reason=reason,
+        )
+    ]
+
+
 def judge_tasks(tasks: Sequence[TaskResult], gates: Gates) -> list[GateResult]:
     """Gates of layers 2 and 3: how much of its score each task loses, and all tasks of a layer together."""
     results = []
     for layer, limits in (("tasks", gates.task_drop), ("adversarial", gates.adversarial_drop)):
-        drops = {t.name: _negated(t.difference) for t in tasks if t.layer == layer and t.skipped is None}
-        for name, drop in drops.items():
-            results.append(_judge("score drop", name, _widened(drop, len(drops)), limits, 0.0))
+        run = [task for task in tasks if task.layer == layer and task.skipped is None]
+        drops = {task.name: _negated(task.difference) for task in run}
+        for task in run:
+            judged = _judge("score drop", task.name, _widened(drops[task.name], len(drops)), limits, 0.0)
+            if judged.verdict == "pass" and is_too_small(task, gates):
+                few = f"; so few items would not show a loss below {points(task.detectable_difference)}"
+                judged = judged.model_copy(update={"reason": judged.reason + few})
+            results.append(judged)
         if len(drops) > 1:
             results.append(_judge("score drop", f"all {layer}", mean_interval(list(drops.values())), limits, 0.0))
     return results
+
+
+def is_too_small(task: TaskResult, gates: Gates) -> bool:
+    """Whether a task has too few items for a loss at its limit to show: that it passes means little."""
+    limits = gates.task_drop if task.layer == "tasks" else gates.adversarial_drop
+    return task.skipped is None and task.detectable_difference > limits.fail
 
 
 def _widened(interval: Interval, num_gates: int) -> Interval:

@@ -18,7 +18,7 @@ METRICS_VERSION = 1
 """Raised when the same engine and suite would give other figures: reports of different versions do not compare."""
 
 Verdict = Literal["pass", "warn", "fail"]
-Gate = Literal["perplexity change", "KL divergence", "score drop", "non-finite logits", "chat template"]
+Gate = Literal["perplexity change", "KL divergence", "score drop", "non-finite logits", "chat template", "weight error"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 

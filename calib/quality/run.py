@@ -20,7 +20,7 @@ import psutil
 
 import harness
 from harness.calib.overlap import load_ngrams
-from harness.calib.quality.gates import judge_inputs, judge_tasks, judge_text, worst
+from harness.calib.quality.gates import is_too_small, judge_inputs, judge_tasks, judge_text, judge_weights, worst
 from harness.calib.quality.items import Answer
 from harness.calib.quality.page import render_page
 from harness.calib.quality.report import (
@@ -33,12 +33,13 @@ from harness.calib.quality.report import (
     read_sensitivity,
 )
 from harness.calib.quality.speed import measure_speed
-from harness.calib.quality.suite import Suite
+from harness.calib.quality.suite import Gates, Suite
 from harness.calib.quality.summary import render_summary
 from harness.calib.quality.task_comparison import compare_task
 from harness.calib.quality.tasks import Task, TaskSettings, read_tasks, run_task
 from harness.calib.quality.text import WINDOWS_BESIDE, Domain, cut_windows, measure_text, num_windows
 from harness.calib.quality.weights import weight_errors
+from harness.calib.quality.wording import number_of, points
 from harness.checkpoint_record import SENSITIVITY_NAME
 from harness.errors import CapacityError, QualityError
 from harness.ledger import gib
@@ -52,6 +53,7 @@ from harness.runtime.process_backend import ProcessBackend
 from harness.tokenizer import Tokenizer
 
 REPORT_FOLDER = "quality"
+_MOST_NAMED = 4
 _LONGEST_CONTEXT = 16384  # of tasks: more takes memory and time, and no task asks for it
 _COMPILED_FACTOR = 2.0  # a compiled model beside its file, while both are in memory
 
@@ -105,9 +107,12 @@ def measure_quality(plan: Measurement, on_progress: OnProgress) -> QualityReport
     results = _measure_tasks(plan, tasks, baseline, engine, on_progress)
     table = _table(plan, (engine, baseline, compared), (text, texts), domains, on_progress)
     content = plan.suite.content
+    weights = weight_errors(engine.path, baseline.path, engine.manifest.recipe.layers)
+    same_weights = engine.manifest.model.content_hash == baseline.manifest.model.content_hash
     gates = [
         *judge_inputs(engine.manifest, baseline.manifest),
         *judge_text([text.overall, *text.domains], content.gates, engine.manifest.model.num_parameters),
+        *(judge_weights(weights, content.gates) if same_weights else []),
         *judge_tasks(results, content.gates),
     ]
     return QualityReport(
@@ -122,10 +127,10 @@ def measure_quality(plan: Measurement, on_progress: OnProgress) -> QualityReport
         gates=gates,
         table=table,
         text=text,
-        weights=weight_errors(engine.path, baseline.path, engine.manifest.recipe.layers),
+        weights=weights,
         sensitivity=read_sensitivity(engine.path / SENSITIVITY_NAME),
         tasks=results,
-        notes=_notes(engine.manifest, text, results),
+        notes=_notes(engine.manifest, text, results, content.gates),
     )
 
 
@@ -334,7 +339,7 @@ def _machine() -> str:
     return f"{model}, {num_usable_cores()} cores, {gib(psutil.virtual_memory().total)} of memory"
 
 
-def _notes(manifest: EngineManifest, text: TextResult, tasks: Sequence[TaskResult]) -> list[str]:
+def _notes(manifest: EngineManifest, text: TextResult, tasks: Sequence[TaskResult], gates: Gates) -> list[str]:
     notes = ["Both engines ran in fast mode, as harness-run serves them unless --deterministic is given."]
     chosen = manifest.calibration.calibration_set
     if chosen is not None and chosen.is_bundled:
@@ -352,4 +357,10 @@ def _notes(manifest: EngineManifest, text: TextResult, tasks: Sequence[TaskResul
         )
     if skipped := [task.name for task in tasks if task.skipped is not None]:
         notes.append(f"Not run: {', '.join(skipped)}.")
+    if small := [task for task in tasks if is_too_small(task, gates)]:
+        shown = [f"{task.name} (nothing below {points(task.detectable_difference)})" for task in small[:_MOST_NAMED]]
+        notes.append(
+            f"{number_of(len(small), 'task')} of {len(tasks)} would not show a loss at the limit, for lack of items: "
+            f"{', '.join(shown)}{', …' if len(small) > _MOST_NAMED else ''}. That such a task passes means little."
+        )
     return notes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,11 +17,13 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from harness.errors import SuiteError
 
 DEFAULT_SUITE = Path(__file__).resolve().parent.parent / "suites" / "default.yaml"
 _MOST_BYTES = 64 << 20  # of one file
+_MOST_NAMED = 5  # faults in one message
 
 Limit = Annotated[float, Field(gt=0)]
 
@@ -45,11 +48,15 @@ class SmallModels(_Part):
 
 
 class Gates(_Part):
-    """Limits on what an engine may lose beside its baseline; fractions, KL in nats a token."""
+    """Limits on what an engine may lose beside its baseline; fractions, KL in nats a token.
+
+    Without `small_models` the limits of `perplexity_change` are for models of all sizes.
+    """
 
     perplexity_change: Limits
-    small_models: SmallModels
+    small_models: SmallModels | None = None
     kl_divergence: Limits
+    weight_error: Limits
     task_drop: Limits
     adversarial_drop: Limits
 
@@ -194,8 +201,10 @@ def load_suite(path: Path = DEFAULT_SUITE) -> Suite:
     except yaml.YAMLError as error:
         raise SuiteError(f"{path} is not YAML: {error}", _EXAMPLE) from None
     except ValidationError as error:
-        reasons = [f"{'.'.join(map(str, e['loc'])) or 'the whole'}: {e['msg']}" for e in error.errors()[:3]]
-        raise SuiteError(f"{path} is not a valid suite: {'; '.join(reasons)}", _EXAMPLE) from None
+        reasons = [f"{'.'.join(map(str, e['loc'])) or 'the whole'}: {_reason(e)}" for e in error.errors()[:_MOST_NAMED]]
+        left = error.error_count() - len(reasons)
+        more = f"; and {left} more" if left else ""
+        raise SuiteError(f"{path} is not a valid suite: {'; '.join(reasons)}{more}", _EXAMPLE) from None
     suite = Suite(path, content)
     suite.sha256  # noqa: B018  every file can be read
     return suite
@@ -221,7 +230,21 @@ def read_lines(path: Path, required: tuple[str, ...]) -> Iterator[dict[str, Any]
         yield item
 
 
-_EXAMPLE = f"{DEFAULT_SUITE} is an example"
+_EXAMPLE = f"{DEFAULT_SUITE} is an example, docs/suites.md says what each part holds"
+
+
+def _reason(error: ErrorDetails) -> str:
+    """What is wrong with a value, with the value."""
+    given = error["input"]
+    if error["type"] == "missing":
+        return "it is missing"
+    if error["type"] == "extra_forbidden":
+        return "a suite has no such part"
+    percentage = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", given) if isinstance(given, str) else None
+    if percentage:
+        return f"{given!r} is not a number; write {float(percentage[1]) / 100:g}"
+    said = error["msg"][0].lower() + error["msg"][1:]
+    return said if isinstance(given, (dict, list)) else f"{said}, not {given!r}"
 
 
 def _read(path: Path) -> bytes:

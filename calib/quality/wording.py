@@ -116,6 +116,7 @@ _GATES: dict[Gate, Format] = {
     "score drop": points,
     "non-finite logits": count,
     "chat template": plain,
+    "weight error": percent,
 }
 
 

@@ -97,7 +97,7 @@ def test_a_suite_that_is_none_stops_a_build_before_it_begins(
     (tmp_path / "suite.yaml").write_text("name: mine\n", encoding="utf-8")
     asked = ("--model", tiny_llama_path, "--no-calib", "--report")
     build(*asked, "quick", "--suite", tmp_path / "suite.yaml").says("not a valid suite", "default.yaml")
-    build(*asked, "quick", "--suite", tmp_path / "none.yaml").says("cannot be read")
+    build(*asked, "quick", "--suite", tmp_path / "none.yaml").says("is no file", "default.yaml", code=2)
     build(*asked, "long").says("unknown --report 'long'", "none, quick, full", code=2)
     assert not (tmp_path / "engines").exists()
 

@@ -1,7 +1,7 @@
 import pytest
 
-from harness.calib.quality.gates import judge_tasks, judge_text, worst
-from harness.calib.quality.report import DomainResult, Interval, TaskResult
+from harness.calib.quality.gates import judge_tasks, judge_text, judge_weights, worst
+from harness.calib.quality.report import DomainResult, Interval, ModuleError, TaskResult
 from harness.calib.quality.suite import load_suite
 
 GATES = load_suite().content.gates
@@ -68,6 +68,34 @@ def task(difference: Interval, *, skipped: str | None = None, layer: str = "task
 )
 def test_perplexity(change: float, half: float, parameters: int, verdict: str) -> None:
     assert worst(judge_text([domain(around(change, half))], GATES, parameters)) == verdict
+
+
+def test_small_models_need_no_limits_of_their_own() -> None:
+    same = GATES.model_copy(update={"small_models": None})
+    assert worst(judge_text([domain(around(0.019, 0.001))], same, SMALL)) == "pass"
+
+
+@pytest.mark.parametrize(
+    ("errors", "verdict", "words"),
+    [
+        ({"a": 0.1, "b": 0.16}, "pass", "not above 30"),
+        ({"a": 0.1, "b": 0.31}, "warn", "above 30"),
+        ({"a": 0.1, "b": 1.0}, "fail", "above the limit of 60"),
+        ({"a": 0.4, "b": 1.0, "c": 0.9}, "fail", "as 2 other modules are"),
+    ],
+)
+def test_the_module_that_is_farthest_off_decides(errors: dict[str, float], verdict: str, words: str) -> None:
+    modules = [ModuleError(module=m, layer=0, precision="int4-g64", relative_error=e) for m, e in errors.items()]
+    (gate,) = judge_weights(modules, GATES)
+    assert (gate.where, gate.verdict, gate.value) == ("b", verdict, errors["b"])
+    assert words in gate.reason
+
+
+def test_that_a_task_of_few_items_passes_is_qualified() -> None:
+    few = task(around(0.0, 0.01)).model_copy(update={"detectable_difference": 0.93})
+    (gate,) = judge_tasks([few], GATES)
+    assert gate.verdict == "pass"
+    assert "would not show a loss below 93" in gate.reason
 
 
 def test_a_change_that_batching_alone_makes_does_not_fire() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import yaml
 from broken_engine import Scales, break_scales, change_chat_template
 from preset_engine import build_preset_engine
+from safetensors.torch import load_file, save_file
 
 from harness.calib.quality.report import QualityReport
 from harness.calib.quality.run import Measurement, measure_quality, write_report
@@ -85,28 +87,44 @@ def test_doubled_scales_of_one_layer_fail_and_are_named(
     broken = break_scales(llama_int4, tmp_path / "broken", module, lambda scales, _: scales * 2)
     report = measured(broken, llama_f16, small_suite())
     assert report.verdict == "fail"
-    assert fired(report) >= {"perplexity change"}
+    assert fired(report) >= {"perplexity change", "weight error"}
     worst, second, *_ = sorted(report.weights, key=lambda error: -error.relative_error)
     assert (worst.module, worst.layer) == (module, 2)
     assert worst.relative_error > 4 * second.relative_error
 
 
-def test_an_expert_of_zeros_fails_and_is_named(
+def test_any_expert_of_zeros_fails_and_is_named(
     tiny_deepseek_path: Path, deepseek_f16: Path, small_suite: Callable[..., Suite], tmp_path: Path
 ) -> None:
     """The f16 engine of this model has no scales, so an int8 one is broken."""
 
     int8 = build_preset_engine(tiny_deepseek_path, tmp_path / "int8", "int8")
-    expert = "model.layers.3.mlp.experts.2.down_proj"
 
     def zero(scales: Scales, number: int) -> Scales:
         scales[number] = 0
         return scales
 
     assert measured(int8, deepseek_f16, small_suite()).verdict == "pass"
-    report = measured(break_scales(int8, tmp_path / "broken", expert, zero), deepseek_f16, small_suite())
-    assert report.verdict == "fail"
-    assert max(report.weights, key=lambda error: error.relative_error).module == expert
+    for number, expert in enumerate(("layers.2.mlp.experts.7.down_proj", "layers.4.mlp.experts.0.down_proj")):
+        broken = break_scales(int8, tmp_path / f"broken-{number}", f"model.{expert}", zero)
+        report = measured(broken, deepseek_f16, small_suite())
+        (gate,) = (gate for gate in report.gates if gate.gate == "weight error")
+        assert (gate.verdict, gate.where) == ("fail", f"model.{expert}")
+
+
+def test_weights_of_another_release_are_no_fault(
+    tiny_llama_path: Path, llama_f16: Path, small_suite: Callable[..., Suite], tmp_path: Path
+) -> None:
+    """Only a baseline of the same weights says what the weights should be."""
+    release = tmp_path / "release"
+    shutil.copytree(tiny_llama_path, release)
+    tensors = load_file(release / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] *= -1
+    save_file(tensors, release / "model.safetensors", {"format": "pt"})
+    engine = build_preset_engine(release, tmp_path / "f16", "f16")
+    report = measured(engine, llama_f16, small_suite())
+    assert max(error.relative_error for error in report.weights) == pytest.approx(2)
+    assert "weight error" not in {gate.gate for gate in report.gates}
 
 
 def test_another_chat_template_fails_and_is_told(
@@ -179,6 +197,7 @@ def test_a_full_report_has_tasks_speed_and_further_engines(
     )
     assert [task.name for task in report.tasks] == ["capitals", "copies"]
     assert report.tasks[0].num_items == 3
+    assert any("would not show a loss at the limit" in note and "capitals" in note for note in report.notes)
     assert [row.role for row in report.table] == ["baseline", "engine", "compared"]
     baseline, engine, again = report.table
     assert baseline.kl_mean is None
