@@ -15,6 +15,7 @@ import numpy.typing as npt
 import openvino as ov
 
 from harness.manifest import parse_weights_node_name
+from harness.runtime.openvino_core import openvino_core
 
 Rows = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -27,7 +28,7 @@ def module_weights(engine_dir: Path) -> Iterator[tuple[str, Floats]]:
 
     Rows of a module are in the order of the engine, which is the same for all engines of a model and release.
     """
-    model = ov.Core().read_model(engine_dir / "model.xml")
+    model = openvino_core().read_model(engine_dir / "model.xml")
     for node in model.get_ordered_ops():
         num_rows = parse_weights_node_name(node.get_friendly_name())
         if num_rows is None:

@@ -21,6 +21,7 @@ from harness.errors import CapacityError, EngineError
 from harness.manifest import EngineManifest
 from harness.runtime.deterministic import DeterministicSteps, find_row_window
 from harness.runtime.executor import ScheduledSequence, SchedulerOutput, StepOutput
+from harness.runtime.openvino_core import openvino_core
 from harness.runtime.paged_graph import LOGIT_INDICES, to_paged
 from harness.runtime.slot_tokens import SlotTokens
 
@@ -49,7 +50,7 @@ class OpenVinoExecutor:
         num_threads: int,
     ) -> None:
         settings = manifest.compile_settings["deterministic" if deterministic else "fast"]
-        core = ov.Core()
+        core = openvino_core()
         try:
             model = core.read_model(engine_dir / "model.xml")
             to_paged(model)

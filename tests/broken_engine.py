@@ -12,6 +12,7 @@ import numpy.typing as npt
 import openvino as ov
 
 from harness.manifest import describe_files, parse_weights_node_name, read_manifest, write_manifest
+from harness.runtime.openvino_core import openvino_core
 from harness.tokenizer import Tokenizer
 
 Scales = npt.NDArray[np.float16]
@@ -23,7 +24,7 @@ def break_scales(engine: Path, out: Path, module: str, edit: Callable[[Scales, i
     `edit` gets the scales `(.., out, groups, 1)` or `(.., out, 1)` and the number of the module in the matrix.
     """
     shutil.copytree(engine, out)
-    model = ov.Core().read_model(engine / "model.xml")
+    model = openvino_core().read_model(engine / "model.xml")
     named = ((node, parse_weights_node_name(node.get_friendly_name())) for node in model.get_ordered_ops())
     holding = [(node, modules) for node, modules in named if modules is not None and module in modules]
     assert holding, f"the engine has no {module}"

@@ -21,6 +21,7 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize
 from harness.manifest import read_manifest
 from harness.recipe import Precision
 from harness.runtime.executor import TOKENS_PER_BLOCK, ScheduledSequence, SchedulerOutput
+from harness.runtime.openvino_core import openvino_core
 from harness.runtime.openvino_executor import OpenVinoExecutor
 from harness.spec import MlaSpec, ModelSpec
 
@@ -117,7 +118,7 @@ def engine_matrices(engine: Path) -> list[tuple[Array, Array, Array | None]]:
     def source(value: Any, index: int) -> Any:
         return value.input_value(index).get_node()
 
-    for op in ov.Core().read_model(engine / "model.xml").get_ordered_ops():
+    for op in openvino_core().read_model(engine / "model.xml").get_ordered_ops():
         if op.get_type_name() != "Multiply" or op.get_element_type() != ov.Type.f16:
             continue
         values, scale, zero_point = source(op, 0), constant(source(op, 1)), None
