@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"src/harness": "harness", "build": "harness.build", "runtime": "harness.runtime", "calib": "harness.calib"}
-OPENVINO_RUNTIME = ("openvino_executor", "paged_graph", "engine_process", "engine_weights")
+OPENVINO_RUNTIME = ("openvino_core", "openvino_executor", "paged_graph", "engine_process", "engine_weights")
 PYDANTIC_BORDERS = (
     "harness.manifest",
     "harness.recipe",
