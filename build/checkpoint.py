@@ -23,7 +23,14 @@ import numpy.typing as npt
 from harness.build.hf_source import HfFolderSource
 from harness.build.hf_tokenizer import TOKENIZER_FILES
 from harness.build.lowering.quantize import QuantizedRows, unpack_nibbles
-from harness.checkpoint_record import NGRAMS_NAME, RECORD_NAME, SENSITIVITY_NAME, CheckpointRecord, read_record
+from harness.checkpoint_record import (
+    NGRAMS_NAME,
+    RECORD_NAME,
+    SENSITIVITY_NAME,
+    STATISTICS_NAME,
+    CheckpointRecord,
+    read_record,
+)
 from harness.errors import BuildError, EngineError, RecipeError, SourceError
 from harness.manifest import verify_file
 from harness.recipe import Precision, Recipe, in_decoder, linear_shapes
@@ -128,6 +135,10 @@ class QuantizedCheckpoint(HfFolderSource):
     def evidence(self) -> list[Path]:
         """Files of the calibration that an engine carries, for its quality report."""
         return [path for name in (NGRAMS_NAME, SENSITIVITY_NAME) if (path := self._path / name).is_file()]
+
+    def statistics(self) -> Path | None:
+        """Maxima of layer inputs, keys and values over the calibration set; None where a checkpoint has none."""
+        return self._path / STATISTICS_NAME if STATISTICS_NAME in self.record.files else None
 
     def fingerprint(self) -> str:
         """Hash of all that an engine is made from. That of the original weights is in `record.model`."""

@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
 import sys
-from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
 
-from harness.arch import Arch, resolve_arch
+from harness.arch import CPU, resolve_arch
+from harness.build import verbs
 from harness.console import VersionOption, printable, run_cli
 
 if TYPE_CHECKING:
     from harness.build.cpu_engine import BuiltEngine
+    from harness.build.quality import QualityRequest
     from harness.build.request import BuildRequest
     from harness.recipe import Recipe
     from harness.spec import ModelSpec
+
+_Flag = TypeVar("_Flag")
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False
 )
 _RECIPE, _CALIBRATION = "Precision of the layers (one of --precision, --bits, --max-loss, --recipe)", "Calibration"
-_QUALITY = "Quality report"
+_GPU = "GPU engines (--arch sm_* or native)"
 _REPORTS = ("none", "quick", "full")
-GATE_FAILED = 3
-BaselineOption = typer.Option(
-    help="What the engine is measured against: the folder of an engine, such as the one in production, or a model, of "
-    "which the f16 engine is built. Default: the f16 engine of the same weights.",
-    rich_help_panel=_QUALITY,
-)
-SuiteOption = typer.Option(
-    help="A suite (YAML): text, tasks and gates. Default: the one that comes with this version.",
-    rich_help_panel=_QUALITY,
-)
-EngineOption = Annotated[Path, typer.Option("--engine", help="Folder of an engine (the one with manifest.json).")]
 
 
 @app.callback(invoke_without_command=True)
@@ -58,7 +48,13 @@ def build(
     checkpoint: Annotated[
         Path | None, typer.Option(help="A quantized checkpoint made before, instead of --model: it is only lowered.")
     ] = None,
-    arch: Annotated[str, typer.Option(help="What to build for. This version lowers to cpu alone.")] = "cpu",
+    arch: Annotated[
+        str,
+        typer.Option(
+            help="What to build for: cpu; sm_80 (A100), sm_86 (A10, RTX 30), sm_89 (L4, L40S, RTX 40), sm_90 (H100, "
+            "H200), sm_100 (B200), sm_103 (B300), sm_120 (RTX 50), through TensorRT-LLM; native, the GPU that is here."
+        ),
+    ] = "cpu",
     out: Annotated[Path | None, typer.Option(help="Folder of the engine. Default: ./engines/MODEL/ARCH-ID.")] = None,
     precision: Annotated[
         str | None,
@@ -148,11 +144,67 @@ def build(
         typer.Option(
             help="quick: held-out text through the engine and its baseline. full: tasks and speed too, minutes. none: "
             "the engine is marked not_run.",
-            rich_help_panel=_QUALITY,
+            rich_help_panel=verbs.QUALITY_PANEL,
         ),
     ] = "quick",
-    baseline: Annotated[str | None, BaselineOption] = None,
-    suite: Annotated[Path | None, SuiteOption] = None,
+    baseline: Annotated[str | None, verbs.BaselineOption] = None,
+    suite: Annotated[Path | None, verbs.SuiteOption] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help="tensorrt-llm: an engine (default). trtllm-pytorch: a folder of weights for TensorRT-LLM's PyTorch "
+            "backend, which releases after 1.2 have alone.",
+            rich_help_panel=_GPU,
+        ),
+    ] = None,
+    stage: Annotated[
+        str | None,
+        typer.Option(
+            help="checkpoint: what an engine is built from, on any machine. engine: the engine, from such a "
+            "--checkpoint, on a machine with the GPU. Default: all, as far as this machine can.",
+            rich_help_panel=_GPU,
+        ),
+    ] = None,
+    tp: Annotated[
+        int | None, typer.Option(help="GPUs that share each layer. Default: 1.", rich_help_panel=_GPU)
+    ] = None,
+    pp: Annotated[
+        int | None, typer.Option(help="GPUs that share the layers. Default: 1.", rich_help_panel=_GPU)
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="auto: 16 bits. int8: half the KV memory, but no reuse of prefixes and no chunked prompts.",
+            rich_help_panel=_GPU,
+        ),
+    ] = None,
+    max_batch_size: Annotated[
+        int | None,
+        typer.Option(help="Most sequences in a step. Default: what fits, at most 256.", rich_help_panel=_GPU),
+    ] = None,
+    max_num_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens in a step. Default: 8192.", rich_help_panel=_GPU)
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Longest prompt and answer together. Default: what fits, at most the model's.", rich_help_panel=_GPU
+        ),
+    ] = None,
+    lookahead: Annotated[
+        str | None,
+        typer.Option(
+            help="W,N,G: lookahead decoding with that window, n-gram and verification set, such as 7,7,7: lower "
+            "latency while few requests run.",
+            rich_help_panel=_GPU,
+        ),
+    ] = None,
+    context_logits: Annotated[
+        bool,
+        typer.Option(
+            help="Let the engine give logits of prompts, for a quality report; prefill is slower.", rich_help_panel=_GPU
+        ),
+    ] = False,
     version: VersionOption = False,
 ) -> None:
     """Build an engine from model weights, for `harness-run` to serve.
@@ -172,7 +224,7 @@ def build(
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary folders are removed
 
-    from harness.build.quality import read_suite
+    from harness.build.quality import QualityRequest, read_suite
     from harness.build.request import BuildRequest
     from harness.errors import UsageError
 
@@ -198,93 +250,96 @@ def build(
         raise UsageError(f"unknown --report {report!r}", f"allowed: {', '.join(_REPORTS)}")
     if suite is not None:
         read_suite(suite)  # before hours of calibration
-    built = _lower(request, resolve_arch(arch), out, console)
-    console.print(f"{'found' if built.reused else 'built'} for {arch}")
-    # before the report, which may take minutes; exact, whatever the terminal's encoding
-    sys.stdout.buffer.write(os.fsencode(built.engine_dir) + b"\n")
-    sys.stdout.flush()
-    failed = report != "none" and not _passes(request, built, report == "full", baseline, suite, console)
+    flags = {
+        "backend": backend,
+        "stage": stage,
+        "tp_size": tp,
+        "pp_size": pp,
+        "kv_cache_dtype": kv_cache_dtype,
+        "lookahead": lookahead,
+        "context_logits": context_logits or None,
+    }
+    limits = {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens, "max_model_len": max_model_len}
+    if arch != CPU.name:
+        engine_dir = _build_for_gpu(request, arch, _given(flags), _given(limits), out, console)
+        if engine_dir is None:
+            return
+    else:
+        if given := [*_given(flags), *_given(limits)]:
+            flag = given[0].removesuffix("_size").replace("_", "-")
+            raise UsageError(f"--{flag} is of GPU engines", "leave it out, or give --arch native or one of sm_*")
+        built = _lower(request, out, console)
+        engine_dir = built.engine_dir
+        console.print(f"{'found' if built.reused else 'built'} for {arch}")
+        _print_path(engine_dir)  # before the report, which may take minutes
+    of_model = request.model if arch == CPU.name else None  # a GPU engine's baseline is not built on the way
+    failed = report != "none" and not _passes(
+        QualityRequest(
+            engine_dir=engine_dir,
+            baseline=baseline or of_model,
+            suite=suite,
+            system_prompts=request.system_prompts,
+            full=report == "full",
+        ),
+        is_asked=baseline is not None or suite is not None,
+        console=console,
+    )
     console.print("serve it with:")
     flag = " --allow-failed-quality" if failed else ""
-    console.print(f"  harness-run server --engine {shlex.quote(str(built.engine_dir))}{flag}", soft_wrap=True)
+    console.print(f"  harness-run server --engine {shlex.quote(str(engine_dir))}{flag}", soft_wrap=True)
     if failed:
-        raise typer.Exit(GATE_FAILED)
+        raise typer.Exit(verbs.GATE_FAILED)
 
 
-def _passes(
-    request: BuildRequest, built: BuiltEngine, full: bool, baseline: str | None, suite: Path | None, console: Console
-) -> bool:
-    """Whether the engine passes its gates; also where it cannot be measured, which is said."""
-    from harness.build.quality import QualityRequest, report_quality
+def _print_path(path: Path) -> None:
+    # exact, whatever the terminal's encoding
+    sys.stdout.buffer.write(os.fsencode(path) + b"\n")
+    sys.stdout.flush()
+
+
+def _passes(wanted: QualityRequest, *, is_asked: bool, console: Console) -> bool:
+    """Whether the engine passes its gates; also where it cannot be measured, unless what it lacks was asked for."""
+    from harness.build.quality import report_quality
     from harness.errors import CapacityError, QualityError
 
-    if baseline is None and request.model is None:
-        reason = "a checkpoint has no unquantized weights to compare with: give --baseline"
-        console.print(f"quality: not_run, {reason}", soft_wrap=True)
-        return True
-    wanted = QualityRequest(
-        engine_dir=built.engine_dir,
-        baseline=baseline or request.model,
-        suite=suite,
-        system_prompts=request.system_prompts,
-        full=full,
-    )
     try:
         return report_quality(wanted, console) != "fail"
     except (CapacityError, QualityError) as error:
-        if baseline is not None or suite is not None:
+        if is_asked:
             raise
         console.print(printable(f"quality: not_run, {error}"), soft_wrap=True)
         return True
 
 
-@app.command()
-def quality(
-    engine: EngineOption,
-    baseline: Annotated[str | None, BaselineOption] = None,
-    suite: Annotated[Path | None, SuiteOption] = None,
-    compare: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A further line of the table of quality, size and speed, repeatable: the folder of an engine, or f16, "
-            "int8 or int4, which are built of the --baseline model by rounding to nearest."
-        ),
-    ] = None,
-    system_prompt: Annotated[
-        list[Path] | None, typer.Option(help="A file with a system prompt of production, repeatable.")
-    ] = None,
-    allow_code_execution: Annotated[
-        bool,
-        typer.Option(
-            "--allow-code-execution",
-            help="Run the code that the models write, in limited subprocesses (docs/suites.md says what they contain).",
-        ),
-    ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Held-out text alone, as after a build.")] = False,
-) -> None:
-    """Measure what an engine lost beside a baseline, and say whether it may ship.
-
-    Writes a page, JSON and a Markdown summary into the engine's folder and the verdict into its manifest. Exit code 0:
-    pass or warn. 3: a gate failed; the engine is kept, and harness-run server refuses it.
-
-    - `harness-build quality --engine DIR --baseline MODEL --compare int8 --compare int4`
-    """
-    from harness.build.quality import QualityRequest, report_quality
-
-    wanted = QualityRequest(
-        engine_dir=engine,
-        baseline=baseline,
-        suite=suite,
-        compared=tuple(compare or ()),
-        system_prompts=tuple(system_prompt or ()),
-        allow_code_execution=allow_code_execution,
-        full=not quick,
-    )
-    if report_quality(wanted, Console(stderr=True, markup=False, highlight=False)) == "fail":
-        raise typer.Exit(GATE_FAILED)
+def _given(flags: Mapping[str, _Flag | None]) -> dict[str, _Flag]:
+    return {name: value for name, value in flags.items() if value is not None}
 
 
-def _lower(request: BuildRequest, target: Arch, out: Path | None, console: Console) -> BuiltEngine:
+def _build_for_gpu(
+    request: BuildRequest,
+    arch_name: str,
+    flags: dict[str, Any],
+    limits: dict[str, int],
+    out: Path | None,
+    console: Console,
+) -> Path | None:
+    """The engine; None where what was made is not one."""
+    from harness.arch import native_arch
+    from harness.build.tensorrt_llm.limits import LimitWishes
+    from harness.build.tensorrt_llm.request import GpuRequest, build_for_gpu
+    from harness.nvml import devices
+
+    gpu = GpuRequest(wishes=LimitWishes(**limits), **flags)
+    arch = native_arch(devices()) if arch_name == "native" else resolve_arch(arch_name)
+    made = build_for_gpu(request, gpu, arch, out=out, console=console)
+    _print_path(made.path)
+    if made.kind != "engine":
+        return None
+    console.print(f"{'found' if made.reused else 'built'} for {arch.name}")
+    return made.path
+
+
+def _lower(request: BuildRequest, out: Path | None, console: Console) -> BuiltEngine:
     from harness.build.cpu_engine import build_cpu_engine
     from harness.build.store import refuse_occupied
 
@@ -328,51 +383,8 @@ def _describe(spec: ModelSpec, name: str, recipe: Recipe, console: Console) -> N
     )
 
 
-@app.command()
-def inspect(
-    engine: EngineOption, as_json: Annotated[bool, typer.Option("--json", help="Print the manifest itself.")] = False
-) -> None:
-    """Show what an engine is: model, recipe, KV layout, limits, versions, quality."""
-    from harness.manifest import read_manifest
-
-    manifest = read_manifest(engine)
-    if as_json:
-        print(json.dumps(manifest.model_dump(mode="json"), indent=1))
-        return
-    counts = Counter(manifest.recipe.layers.values())
-    table = Table(
-        show_header=False, box=None, title=Text(printable(f"engine {manifest.engine_id}")), title_justify="left"
-    )
-    kv = manifest.kv
-    rows = {
-        "model": f"{manifest.model.name} ({manifest.model.architecture}, {manifest.model.num_parameters:,} weights)",
-        "arch": f"{manifest.arch} through {manifest.backend}",
-        "versions": ", ".join(f"{k} {v}" for k, v in manifest.versions.items()),
-        "recipe": f"{manifest.recipe.name}: "
-        + ", ".join(f"{n} x {p}" for p, n in counts.items())
-        + f"; {manifest.recipe.bits_per_weight:.2f} bits per weight, decoder linears "
-        f"{manifest.recipe.decoder_bits_per_weight:.2f}",
-        "calibration": manifest.calibration.describe(),
-        "model files": f"{manifest.weight_bytes() / 2**20:.1f} MiB",
-        "KV cache": f"{kv.kind}, {kv.num_layers} layers x {kv.num_kv_heads} heads x ({kv.key_dim} + {kv.value_dim}); "
-        + ", ".join(f"{mode} {n:,} bytes a token" for mode, n in kv.bytes_per_token.items()),
-        "context": f"{manifest.max_model_len:,} tokens",
-        "quality": manifest.quality.verdict,
-        "weights hash": manifest.model.content_hash,
-    }
-    for name, value in rows.items():
-        table.add_row(name, Text(printable(value)))
-    Console().print(table)
-
-
-@app.command()
-def verify(engine: EngineOption) -> None:
-    """Check every file of an engine against the sha256 in its manifest. Exit code 1 if one is missing or altered."""
-    from harness.manifest import read_manifest, verify_files
-
-    manifest = read_manifest(engine)
-    verify_files(engine, manifest)
-    print(f"{engine}: {len(manifest.files)} files are whole")
+for _verb in (verbs.quality, verbs.inspect, verbs.verify, verbs.doctor):
+    app.command()(_verb)
 
 
 def main() -> None:

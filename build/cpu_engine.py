@@ -18,23 +18,14 @@ from harness.arch import CPU
 from harness.build.checkpoint import QuantizedCheckpoint
 from harness.build.lowering.decoder import LOWERING_VERSION, build_stateful_model
 from harness.build.lowering.weights import Spool, WeightLowering
+from harness.build.manifest_parts import calibration_part, model_part, tokenizer_part
 from harness.build.store import check_free_space, engine_id, existing_engine, staged
 from harness.build.tokenizer_check import check_tokenizer
 from harness.build.weight_check import check_weights
 from harness.errors import BuildError
 from harness.ledger import TOKENS_PER_BLOCK, kv_layout, weights_bytes
-from harness.manifest import (
-    CalibrationPart,
-    EngineManifest,
-    KvPart,
-    ModelPart,
-    QualityPart,
-    RecipePart,
-    TokenizerPart,
-    describe_files,
-    write_manifest,
-)
-from harness.recipe import Precision, Recipe, decoder_bits_per_weight, model_bits_per_weight, num_linear_parameters
+from harness.manifest import EngineManifest, KvPart, QualityPart, RecipePart, describe_files, write_manifest
+from harness.recipe import Precision, Recipe, decoder_bits_per_weight, model_bits_per_weight
 from harness.spec import MlaSpec, ModelSpec
 from harness.tokenizer import Tokenizer
 from harness.weight_source import WeightSource
@@ -106,7 +97,7 @@ def build_cpu_engine(
                     shutil.copyfile(path, stage / path.name)
             manifest = EngineManifest(
                 engine_id=identity,
-                model=_model_part(source, fingerprint),
+                model=model_part(source, fingerprint),
                 arch=CPU.name,
                 backend=CPU.backend,
                 versions=versions,
@@ -116,10 +107,10 @@ def build_cpu_engine(
                     bits_per_weight=model_bits_per_weight(spec, resolved),
                     decoder_bits_per_weight=decoder_bits_per_weight(spec, resolved),
                 ),
-                calibration=_calibration_part(source),
+                calibration=calibration_part(source),
                 kv=_kv_part(spec),
                 max_model_len=spec.max_position_embeddings,
-                tokenizer=_tokenizer_part(tokenizer),
+                tokenizer=tokenizer_part(tokenizer),
                 compile_settings=compile_settings,
                 quality=QualityPart(verdict="not_run"),
                 files=describe_files(stage),
@@ -179,32 +170,6 @@ def _check_saved(stage: Path) -> None:
         raise OSError(errno.ENOSPC, f"only {written} of {needed} bytes of model.bin were written")
 
 
-def _model_part(source: WeightSource, fingerprint: str) -> ModelPart:
-    spec = source.spec
-    # the weights that a checkpoint was made from are the model; the checkpoint is named under calibration
-    content_hash = source.record.model.content_hash if isinstance(source, QuantizedCheckpoint) else fingerprint
-    return ModelPart(
-        name=source.name,
-        architecture=spec.architecture,
-        content_hash=content_hash,
-        num_parameters=num_linear_parameters(spec),
-        num_layers=spec.num_layers,
-        vocab_size=spec.vocab_size,
-        max_position_embeddings=spec.max_position_embeddings,
-    )
-
-
-def _calibration_part(source: WeightSource) -> CalibrationPart:
-    if not isinstance(source, QuantizedCheckpoint):
-        return CalibrationPart(method="round-to-nearest")
-    return CalibrationPart(
-        method=source.record.method,
-        fingerprint=source.fingerprint(),
-        checkpoint_id=source.record.checkpoint_id,
-        calibration_set=source.record.calibration_set,
-    )
-
-
 def _kv_part(spec: ModelSpec) -> KvPart:
     layout = kv_layout(spec)
     return KvPart(
@@ -215,15 +180,6 @@ def _kv_part(spec: ModelSpec) -> KvPart:
         value_dim=layout.value_dim,
         tokens_per_block=TOKENS_PER_BLOCK,
         bytes_per_token={"fast": layout.bytes_per_token("u8"), "deterministic": layout.bytes_per_token("f32")},
-    )
-
-
-def _tokenizer_part(tokenizer: Tokenizer) -> TokenizerPart:
-    return TokenizerPart(
-        sha256=tokenizer.sha256,
-        chat_template_sha256=tokenizer.chat_template_sha256,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_ids=sorted(tokenizer.eos_token_ids),
     )
 
 

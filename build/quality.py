@@ -135,6 +135,11 @@ def _baseline(baseline: str | None, engine_dir: Path, manifest: EngineManifest, 
         return found
     if (Path(baseline) / MANIFEST_NAME).is_file():
         return Path(baseline)
+    if manifest.gpu is not None:
+        raise UsageError(
+            f"--baseline {baseline} is no engine, and the baseline of one for {manifest.arch} is not built on the way",
+            f"build it: harness-build --model MODEL --arch {manifest.arch} --precision f16 --context-logits",
+        )
     return build_preset(baseline, "f16", console)
 
 
@@ -145,7 +150,13 @@ def _unquantized_beside(engine_dir: Path, manifest: EngineManifest) -> Path | No
         except EngineError:  # of another version, or half copied
             continue
         is_f16 = set(other.recipe.layers.values()) == {"f16"}
-        if is_f16 and other.arch == manifest.arch and other.model.content_hash == manifest.model.content_hash:
+        is_measurable = other.gpu is None or other.gpu.context_logits
+        if (
+            is_f16
+            and is_measurable
+            and other.arch == manifest.arch
+            and other.model.content_hash == manifest.model.content_hash
+        ):
             return path.parent
     return None
 

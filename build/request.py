@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -26,6 +26,7 @@ from harness.build.weight_check import check_weights
 from harness.console import printable
 from harness.errors import CalibrationError, UsageError
 from harness.recipe import INT8, PRESETS, Precision, Recipe, default_preset, in_decoder, load_recipe, preset
+from harness.spec import ModelSpec
 from harness.tokenizer import Tokenizer
 from harness.weight_source import WeightSource
 
@@ -40,6 +41,9 @@ _NEEDED = (
 )
 _PERCENT = re.compile(r"^(\d+(?:\.\d+)?)\s*%$")
 _DEFAULT_BITS = 4.5
+
+
+Check = Callable[[ModelSpec, Mapping[str, Precision] | None], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +115,14 @@ class BuildRequest:
             "production has system prompts or it has none",
         )
 
-    def open(self, engines_dir: Path, console: Console) -> tuple[WeightSource, Recipe]:
+    def open(
+        self, engines_dir: Path, console: Console, check: Check = lambda spec, resolved: None
+    ) -> tuple[WeightSource, Recipe]:
         """What is to be lowered, and its recipe; calibrates where that is asked for.
+
+        Args:
+            check: called with the model and the precision of each module, None where that is to be searched; what an
+                arch cannot run is refused there, before any hour is spent.
 
         Raises:
             HarnessError: the model, the traffic, the recipe or the calibration is refused.
@@ -121,6 +131,7 @@ class BuildRequest:
         if self.checkpoint is not None:
             checkpoint = open_checkpoint(self.checkpoint)
             _note_unused(written, checkpoint, console)
+            check(checkpoint.spec, (written or checkpoint.recipe).resolve(checkpoint.spec))
             return checkpoint, written or checkpoint.recipe
         if not self._plain(written):
             _check_installed()
@@ -129,7 +140,10 @@ class BuildRequest:
         _note_unused(written, source, console)
         chosen = written or self._preset(source)
         if self._plain(chosen):
-            return source, chosen or preset("int4", source.spec)
+            chosen = chosen or preset("int4", source.spec)
+        check(source.spec, None if chosen is None else chosen.resolve(source.spec))
+        if chosen is not None and self._plain(chosen):
+            return source, chosen
         check_weights(source)
         if chosen is not None:
             resolved = chosen.resolve(source.spec)  # refused here rather than when the traffic is read

@@ -29,10 +29,10 @@ import psutil
 from random_source import R1_DISTILL_QWEN_1_5B, RandomSource
 
 from harness.build.cpu_engine import build_cpu_engine
+from harness.machine import num_usable_cores
 from harness.manifest import EngineManifest, read_manifest
 from harness.recipe import preset
 from harness.runtime.engine_core import EngineCore
-from harness.runtime.machine import num_usable_cores
 from harness.runtime.openvino_executor import OpenVinoExecutor
 from harness.runtime.request import Request, SamplingParams
 from harness.runtime.scheduler import SchedulerConfig

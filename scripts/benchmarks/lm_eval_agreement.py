@@ -31,8 +31,8 @@ from texts import DOMAINS, committed_documents
 
 from harness.calib.measure import negative_log_likelihood, perplexity
 from harness.calib.quality.text import steps_of, window_logits
+from harness.machine import num_usable_cores
 from harness.manifest import read_manifest
-from harness.runtime.machine import num_usable_cores
 from harness.runtime.openvino_executor import OpenVinoExecutor
 from harness.runtime.scheduler import MAX_PROMPT_LOGITS
 from harness.tokenizer import Tokenizer

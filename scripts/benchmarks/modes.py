@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.calib.measure import kl_divergence, negative_log_likelihood, perplexity
+from harness.machine import num_usable_cores
 from harness.manifest import EngineManifest, read_manifest
 from harness.runtime.executor import TOKENS_PER_BLOCK, ScheduledSequence, SchedulerOutput
-from harness.runtime.machine import num_usable_cores
 from harness.runtime.openvino_executor import OpenVinoExecutor
 from harness.tokenizer import Tokenizer
 

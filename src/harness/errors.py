@@ -60,6 +60,14 @@ class EngineError(HarnessError):
     """An engine folder is not usable: missing, corrupt, or built for something else."""
 
 
+class DeviceError(HarnessError):
+    """A GPU, or its driver, is not usable: it does not answer, or is of another arch than what is built or run."""
+
+
+class NoDeviceError(DeviceError):
+    """There is no GPU: no driver, no device, or none that is visible."""
+
+
 class CapacityError(HarnessError):
     """The memory asked for does not fit, or a prompt can never fit."""
 

@@ -20,7 +20,7 @@ from harness.errors import EngineError, HarnessError
 MANIFEST_NAME = "manifest.json"
 BUNDLED_SET = "bundled default set"
 """Label of the calibration set that comes with this project."""
-_REQUIRED = ("model.xml", "model.bin", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _OPTIONAL = ("chat_template.jinja",)
 _WEIGHTS_NODE = "weights:"
 _COPY_AGAIN = "copy the engine again, or rebuild it"
@@ -105,7 +105,10 @@ class CalibrationPart(_Part):
 
 
 class KvPart(_Part):
-    """Layout of the KV cache. `bytes_per_token` is over all layers, by execution mode, block scales included."""
+    """Layout of the KV cache. `bytes_per_token` is over all layers, by execution mode, block scales included.
+
+    On GPUs it is that of the rank with most, in the one mode there is.
+    """
 
     kind: Literal["gqa", "mla-latent"]
     num_layers: PositiveInt
@@ -114,6 +117,43 @@ class KvPart(_Part):
     value_dim: PositiveInt
     tokens_per_block: PositiveInt
     bytes_per_token: dict[Literal["fast", "deterministic"], PositiveInt]
+
+
+class GpuPart(_Part):
+    """What binds an engine to a GPU: how it was divided, built and limited.
+
+    Attributes:
+        tp_size: ranks that share each layer; `pp_size`: ranks that share the layers. One `rank{N}.engine` for each.
+        dtype: of activations and of weights that are not quantized.
+        kv_dtype: of the KV cache.
+        prefix_reuse: whether KV blocks can be reused; needs paged context attention, which an int8 KV cache excludes.
+        max_batch_size: most sequences in one step.
+        max_num_tokens: most tokens in one step.
+        max_input_len: longest prompt.
+        lookahead: window, n-gram and verification set of lookahead decoding (arXiv 2402.02057); None without it.
+        context_logits: whether logits of prompts can be had, which a quality report needs.
+        build_flags: the arguments of `trtllm-build`.
+        checkpoint_id: of the TensorRT-LLM checkpoint that was built.
+    """
+
+    tp_size: PositiveInt
+    pp_size: PositiveInt
+    dtype: Literal["float16", "bfloat16"]
+    kv_dtype: Literal["float16", "bfloat16", "int8"]
+    prefix_reuse: bool
+    chunked_context: bool
+    max_batch_size: PositiveInt
+    max_num_tokens: PositiveInt
+    max_input_len: PositiveInt
+    lookahead: tuple[PositiveInt, PositiveInt, PositiveInt] | None
+    context_logits: bool
+    build_flags: list[str]
+    checkpoint_id: str
+
+    @property
+    def num_ranks(self) -> int:
+        """How many GPUs the engine runs on."""
+        return self.tp_size * self.pp_size
 
 
 class TokenizerPart(_Part):
@@ -162,12 +202,19 @@ class EngineManifest(_Part):
     max_model_len: PositiveInt
     tokenizer: TokenizerPart
     compile_settings: dict[Literal["fast", "deterministic"], dict[str, str]]
+    gpu: GpuPart | None = None  # of engines for a GPU alone
     quality: QualityPart
     files: dict[str, FilePart]
 
     def weight_bytes(self) -> int:
         """Bytes of all model files."""
-        return sum(part.num_bytes for name, part in self.files.items() if name.endswith((".bin", ".xml")))
+        return sum(part.num_bytes for name, part in self.files.items() if name.endswith((".bin", ".xml", ".engine")))
+
+    def required_files(self) -> tuple[str, ...]:
+        """Files without which it cannot run."""
+        if self.gpu is None:
+            return ("model.xml", "model.bin", *_TOKENIZER_FILES)
+        return ("config.json", *(f"rank{rank}.engine" for rank in range(self.gpu.num_ranks)), *_TOKENIZER_FILES)
 
 
 def weights_node_name(num_rows: Mapping[str, int]) -> str:
@@ -264,8 +311,9 @@ def verify_files(engine_dir: Path, manifest: EngineManifest) -> None:
     """
     for name, part in manifest.files.items():
         verify_file(engine_dir / name, part)
-    for name in (*_REQUIRED, *_OPTIONAL):
-        if name not in manifest.files and (name in _REQUIRED or (engine_dir / name).exists()):
+    required = manifest.required_files()
+    for name in (*required, *_OPTIONAL):
+        if name not in manifest.files and (name in required or (engine_dir / name).exists()):
             raise EngineError(f"{engine_dir / name} is not in the manifest of the engine", _COPY_AGAIN)
 
 

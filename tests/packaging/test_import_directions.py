@@ -10,11 +10,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"src/harness": "harness", "build": "harness.build", "runtime": "harness.runtime", "calib": "harness.calib"}
-OPENVINO_RUNTIME = ("openvino_core", "openvino_executor", "paged_graph", "engine_process", "engine_weights")
+OPENVINO_RUNTIME = ("openvino_core", "openvino_engine", "openvino_executor", "paged_graph", "engine_weights")
+TENSORRT_LLM = ("tensorrt_llm", "mpi4py")
 PYDANTIC_BORDERS = (
     "harness.manifest",
     "harness.recipe",
     "harness.checkpoint_record",
+    "harness.build.tensorrt_llm.pytorch_record",
+    "harness.build.tensorrt_llm.record",
     "harness.calib.quality.report",
     "harness.calib.quality.suite",
 )
@@ -69,13 +72,17 @@ def forbidden(module: str) -> set[str]:
         banned |= {"harness.build", "harness.runtime", "harness.calib"}
     if not in_build and not within(module, *(f"harness.runtime.{name}" for name in OPENVINO_RUNTIME)):
         banned |= {"openvino"}
+    if module != "harness.nvml":
+        banned |= {"pynvml"}
+    if not within(module, "harness.runtime.tensorrt_llm"):
+        banned |= set(TENSORRT_LLM)
     in_server = within(module, "harness.runtime.server") or module == "harness.runtime.cli"
     if not in_server:
         banned |= {"fastapi", "starlette", "uvicorn"}
     if not in_server and module not in PYDANTIC_BORDERS:
         banned |= {"pydantic"}
     if in_runtime and not in_server and module.rpartition(".")[2] in SCHEDULING:
-        banned |= {"harness.runtime.server", "harness.runtime.openvino_executor", "zmq"}
+        banned |= {"harness.runtime.server", "harness.runtime.openvino_executor", "harness.runtime.tensorrt_llm", "zmq"}
     if not in_calib:
         banned |= set(CALIB_EXTRA)
     return banned
@@ -127,6 +134,10 @@ def test_modules_of_calibration_say_whether_they_need_torch() -> None:
         ("harness.runtime.backend", "from fastapi.responses import JSONResponse"),
         ("harness.runtime.config", "from pydantic import BaseModel"),
         ("harness.runtime.server.app", "import openvino.runtime"),
+        ("harness.runtime.engine_process", "import openvino"),
+        ("harness.runtime.engine_process", "from tensorrt_llm.bindings import executor"),
+        ("harness.build.tensorrt_llm.engine", "def f():\n    import tensorrt_llm"),
+        ("harness.runtime.scheduler", "from harness.runtime.tensorrt_llm.core import TrtllmCore"),
         ("harness.build.hub", "from transformers import AutoTokenizer"),
         ("harness.calib.measure", "from harness.runtime.executor import Executor"),
         ("harness.calib.quality.text", "from harness.build.store import staged"),
@@ -144,6 +155,7 @@ def test_a_wrong_import_is_seen(module: str, source: str) -> None:
         ("harness.build.cli", "from harness.build.lowering import weights\nimport openvino as ov"),
         ("harness.runtime.server.app", "import fastapi, pydantic\nfrom harness.runtime.backend import Backend"),
         ("harness.runtime.openvino_executor", "from openvino import Core"),
+        ("harness.runtime.tensorrt_llm.ranks", "from mpi4py import MPI\nfrom tensorrt_llm.bindings import executor"),
         ("harness.manifest", "from pydantic import BaseModel"),
         ("harness.calib.search", "import torch"),
         ("harness.calib.quality.text", "from harness.runtime.executor import Executor"),

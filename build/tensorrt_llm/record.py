@@ -1,0 +1,74 @@
+"""What a TensorRT-LLM checkpoint says of itself: `trtllm-checkpoint.json` beside its weights.
+
+A TensorRT-LLM checkpoint is `config.json`, `rank{N}.safetensors` and, where layers differ, `quant_cfg.json`: what
+`trtllm-build` reads. It belongs to no GPU arch, but to a number of ranks. Beside them lie the model's own config
+(`hf_config.json`) and its tokenizer, so that a machine with the GPU needs this folder alone. The record holds the
+sha256 of every other file, which is checked before any is read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from harness.errors import SourceError
+from harness.manifest import (
+    CalibrationPart,
+    FilePart,
+    ModelPart,
+    PositiveInt,
+    RecipePart,
+    TokenizerPart,
+    read_versioned,
+)
+
+RECORD_NAME = "trtllm-checkpoint.json"
+HF_CONFIG_NAME = "hf_config.json"
+
+_MAKE_AGAIN = "make the checkpoint again with --stage checkpoint, or copy it again, whole"
+
+
+class TrtllmCheckpointRecord(BaseModel):
+    """All of `trtllm-checkpoint.json`.
+
+    Attributes:
+        recipe: the precision of each module as it stands in this checkpoint, which may be higher than was asked for.
+        dtype: of activations and of weights that are not quantized.
+        kv_dtype: of the KV cache.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: Literal[1] = 1
+    checkpoint_id: str
+    model: ModelPart
+    recipe: RecipePart
+    calibration: CalibrationPart
+    tokenizer: TokenizerPart
+    tp_size: PositiveInt
+    pp_size: PositiveInt
+    dtype: Literal["float16", "bfloat16"]
+    kv_dtype: Literal["float16", "bfloat16", "int8"]
+    versions: dict[str, str]
+    files: dict[str, FilePart]
+
+
+def read_trtllm_record(folder: Path) -> TrtllmCheckpointRecord:
+    """Read and check `trtllm-checkpoint.json`; the files it names are not looked at.
+
+    Raises:
+        SourceError: no checkpoint there, a record of another schema, or a broken one.
+    """
+    path = folder / RECORD_NAME
+    if not folder.is_dir():
+        raise SourceError(f"there is no folder {folder}", f"relative paths are taken from {Path.cwd()}")
+    if not path.is_file():
+        raise SourceError(f"no TensorRT-LLM checkpoint in {folder} (it has no {RECORD_NAME})", _MAKE_AGAIN)
+    record = read_versioned(path, TrtllmCheckpointRecord, SourceError, _MAKE_AGAIN)
+    for name in record.files:
+        # a record is input: it must not point out of its folder
+        if name in ("", ".", "..", RECORD_NAME) or not name.isprintable() or set(name) & {"/", "\\"}:
+            raise SourceError(f"{path} lists a file that is not one of its own folder: {name!r}", "do not use it")
+    return record
