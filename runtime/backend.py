@@ -11,20 +11,25 @@ from harness.runtime.request import Request, TokenChunk
 
 
 class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of an engine. Counters (`*_total`) only grow while one engine process lives."""
+    """A snapshot of an engine. Counters (`*_total`) only grow while one engine process lives.
+
+    None is what a backend cannot tell. GPU memory is that in use, by whomever, and in all, over the engine's GPUs.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0  # blocks that no running request holds; cached ones count as free
-    num_cached_blocks: int = 0  # blocks whose content can be found by hash
+    num_cached_blocks: int | None = 0  # blocks whose content can be found by hash
     prefix_query_tokens_total: int = 0
     prefix_hit_tokens_total: int = 0
-    evictions_total: int = 0
+    evictions_total: int | None = 0
     preemptions_total: int = 0
     prompt_tokens_total: int = 0
     generated_tokens_total: int = 0
     steps_total: int = 0
+    gpu_memory_used_bytes: int | None = None
+    gpu_memory_bytes: int | None = None
 
 
 class Backend(Protocol):

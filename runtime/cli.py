@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -14,7 +14,7 @@ from harness.errors import EngineError, UsageError
 
 if TYPE_CHECKING:  # the real imports wait until a command runs, so that --help is quick
     from harness.manifest import EngineManifest
-    from harness.runtime.config import EngineConfig, ResolvedConfig
+    from harness.runtime.config import EngineConfig, ResolvedConfig, SchedulingPolicy
 
 app = typer.Typer(
     add_completion=False,
@@ -80,18 +80,22 @@ KvCacheOption = Annotated[
         "--kv-cache-memory",
         help="Memory for the KV cache, such as 2GiB (2^30 bytes) or 512MB (10^6). More means more sequences at once "
         "and longer reuse of prefixes; it is taken as it is used. Default: what the sequences that may run together "
-        "need at full length, at most half of the memory left beside the weights and a reserve of 12 %.",
+        "need at full length, at most half of the memory left beside the weights and a reserve of 12 %. On GPUs it is "
+        "memory of each, taken at once; default: what --gpu-memory-fraction allows.",
     ),
 ]
 ThreadsOption = Annotated[
-    int | None, typer.Option("--threads", help="Threads of the engine. Default: one for each physical core it may use.")
+    int | None,
+    typer.Option(
+        "--threads", help="Threads of an engine on the CPU. Default: one for each physical core that it may use."
+    ),
 ]
 DeterministicOption = Annotated[
     bool,
     typer.Option(
         "--deterministic",
         help="Compute in f32 with an f32 KV cache: the same prompt gives the same tokens whatever else is running. "
-        "Slower, and about 3.5 times the KV memory.",
+        "Slower, and about 3.5 times the KV memory. On the CPU only.",
     ),
 ]
 
@@ -103,14 +107,20 @@ def server(
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     max_model_len: MaxModelLenOption = None,
     kv_cache_memory: KvCacheOption = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Most sequences computed together; others wait.")] = 32,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(
+            help="Most sequences computed together; others wait. Default: 32, on a GPU what the engine was built for."
+        ),
+    ] = None,
     max_num_batched_tokens: Annotated[
-        int,
+        int | None,
         typer.Option(
             help="Most tokens in one step; longer prompts are computed in chunks of it. Less keeps running streams "
-            "smoother while a long prompt comes in, more finishes the prompt sooner. At least --max-num-seqs + 32."
+            "smoother while a long prompt comes in, more finishes the prompt sooner. At least --max-num-seqs + 32. "
+            "Default: 512, on a GPU what the engine was built for."
         ),
-    ] = 512,
+    ] = None,
     max_waiting: Annotated[
         int, typer.Option(help="Most requests in the queue; further ones are answered with 429.")
     ] = 256,
@@ -119,6 +129,33 @@ def server(
     no_prefix_cache: Annotated[
         bool, typer.Option("--no-prefix-cache", help="Compute every prompt in full, even what was computed before.")
     ] = False,
+    gpu_memory_fraction: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the GPU memory that the loaded engine leaves free, for its KV cache. Default: 0.9."
+        ),
+    ] = None,
+    host_cache_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of the host, such as 32GiB, where KV blocks of earlier prompts are kept when the GPUs have no "
+            "room for them. Default: none."
+        ),
+    ] = None,
+    scheduling_policy: Annotated[
+        str | None,
+        typer.Option(
+            help="On a GPU: guaranteed-no-evict starts a request when there is room to complete it, max-utilization as "
+            "soon as it fits, and may have to pause it and compute it again. Default: guaranteed-no-evict."
+        ),
+    ] = None,
+    cuda_graphs: Annotated[
+        bool | None,
+        typer.Option(
+            "--cuda-graphs/--no-cuda-graphs",
+            help="On a GPU: record steps that only decode, and replay them. Takes some memory. Default: recorded.",
+        ),
+    ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="Name that requests must give as model. Default: the name in the engine.")
     ] = None,
@@ -161,6 +198,10 @@ def server(
         num_threads=threads,
         max_waiting=max_waiting,
         prefix_cache=not no_prefix_cache,
+        gpu_memory_fraction=gpu_memory_fraction,
+        host_cache_bytes=None if host_cache_memory is None else parse_size(host_cache_memory),
+        scheduling_policy=cast("SchedulingPolicy | None", scheduling_policy),  # checked there
+        cuda_graphs=cuda_graphs,
     )
     manifest, resolved = _resolve(config)
     check_quality(config.engine_dir, manifest, allow_failed=allow_failed_quality)
@@ -179,8 +220,8 @@ def server(
         )
         bound_port = sock.getsockname()[1]
         typer.echo(
-            f"http://{host}:{bound_port} serves {model!r}: context {resolved.max_model_len} tokens, KV cache "
-            f"{resolved.kv_cache_bytes / 2**20:.0f} MiB, {resolved.num_threads} threads; loading the engine ...",
+            f"http://{host}:{bound_port} serves {model!r}: context {resolved.max_model_len} tokens, "
+            f"{resolved.describe()}; loading the engine ...",
             err=True,
         )
         asyncio.run(serve(sock, backend, service, drain_timeout_s=drain_timeout))
@@ -251,11 +292,15 @@ def chat(
 
 
 def _resolve(config: EngineConfig) -> tuple[EngineManifest, ResolvedConfig]:
+    from harness.machine import available_memory_bytes, num_usable_cores
     from harness.manifest import read_manifest
-    from harness.runtime.machine import available_memory_bytes, num_usable_cores
+    from harness.nvml import devices
 
     manifest = read_manifest(config.engine_dir)
-    available = available_memory_bytes()
+    if manifest.gpu is None:
+        available = available_memory_bytes()
+    else:
+        available = min(device.free_bytes for device in devices()[: manifest.gpu.num_ranks])
     return manifest, config.resolve(manifest, available_bytes=available, num_cores=num_usable_cores())
 
 

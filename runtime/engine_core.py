@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from harness.runtime.backend import BackendStats
-from harness.runtime.executor import Executor
+from harness.runtime.executor import TOKENS_PER_BLOCK, Executor, ScheduledSequence, SchedulerOutput
 from harness.runtime.request import Request, TokenChunk
 from harness.runtime.sampler import sample
 from harness.runtime.scheduler import Scheduler, SchedulerConfig
@@ -72,3 +72,20 @@ class EngineCore:
             AssertionError: one of our own invariants is broken.
         """
         self._scheduler.check_integrity()
+
+
+def warm_up(executor: Executor) -> None:
+    """Compute one block of tokens and one decode step, so that the first request does not pay for compilation.
+
+    Writes into blocks 0 and 1, which belong to nobody yet.
+    """
+    for start, num_tokens in ((0, TOKENS_PER_BLOCK), (TOKENS_PER_BLOCK, 1)):
+        sequence = ScheduledSequence(
+            request_id="warm-up",
+            token_ids=[0] * num_tokens,
+            num_computed_tokens=start,
+            block_table=list(range(start // TOKENS_PER_BLOCK + 1)),
+            logit_positions=[num_tokens - 1],
+        )
+        if start // TOKENS_PER_BLOCK < executor.num_blocks:
+            executor.execute(SchedulerOutput(sequences=[sequence]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -26,15 +27,22 @@ from harness.runtime.request import FinishReason, Request, TokenChunk
 
 logger = logging.getLogger(__name__)
 
-# not -m, which in Python 3.10 always looks in the working directory first, where a file may be named like a module
-ENGINE_COMMAND = (
-    sys.executable,
-    "-c",
-    "import sys; sys.path[:] = filter(None, sys.path); from harness.runtime.engine_process import main; main()",
-)
 FIRST_RESTART_DELAY_S = 0.5
 LONGEST_RESTART_DELAY_S = 30.0
 _STOP_TIMEOUT_S = 5.0
+
+
+def engine_command(config: ResolvedConfig) -> tuple[str, ...]:
+    """How the process of an engine is started: alone, or by MPI a process for each GPU it is divided over."""
+    num_ranks = 1 if config.gpu is None else config.gpu.num_ranks
+    module = "engine_process" if num_ranks == 1 else "tensorrt_llm.ranks"
+    # not -m, which in Python 3.10 always looks in the working directory first, where a file may be named like a module
+    code = f"import sys; sys.path[:] = filter(None, sys.path); from harness.runtime.{module} import main; main()"
+    if num_ranks == 1:
+        return (sys.executable, "-c", code)
+    # containers run as root, which Open MPI refuses unless told otherwise
+    root = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
+    return ("mpirun", *root, "-n", str(num_ranks), sys.executable, "-c", code)
 
 
 class ProcessBackend:
@@ -42,15 +50,16 @@ class ProcessBackend:
 
     Args:
         config: settings of the engine.
-        command: how the child is started; the socket's address and the log level are appended.
+        command: how the child is started, if not by `engine_command`; the socket's address and the log level are
+            appended.
         log_level: of the child, whose log goes to this process's stderr.
     """
 
     def __init__(
-        self, config: ResolvedConfig, *, command: Sequence[str] = ENGINE_COMMAND, log_level: str = "WARNING"
+        self, config: ResolvedConfig, *, command: Sequence[str] | None = None, log_level: str = "WARNING"
     ) -> None:
         self._config = config
-        self._command = command
+        self._command = engine_command(config) if command is None else command
         self._log_level = log_level
         self._child: _Child | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -209,9 +218,13 @@ class _Child:
             socket = context.socket(zmq.PAIR)
             socket.set_hwm(0)
             socket.bind(address)
-            process = await asyncio.create_subprocess_exec(
-                *command, address, log_level, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command, address, log_level, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
+                )
+            except FileNotFoundError:
+                hint = "an engine divided over several GPUs is started by Open MPI: install it, or see your PATH"
+                raise EngineDeadError(f"the engine cannot be started: there is no {command[0]}", hint) from None
             assert process.stdin is not None
             process.stdin.write(wire.encode_config(config))
             return cls(process, socket, resources.pop_all())

@@ -36,6 +36,7 @@ from harness.runtime.block_pool import BlockPool, num_blocks_for
 from harness.runtime.executor import TOKENS_PER_BLOCK, ScheduledSequence, SchedulerOutput
 from harness.runtime.prefix_cache import PrefixCache
 from harness.runtime.request import FinishReason, Request, TokenChunk
+from harness.runtime.request_check import check_request
 from harness.runtime.sampler import SampledToken
 from harness.runtime.sequence import LogitRow, Sequence
 
@@ -116,7 +117,9 @@ class Scheduler:
                 taken.
             OverloadedError: the queue is full.
         """
-        self._check(request)
+        if request.request_id in self._sequences:
+            raise RequestError(f"request id {request.request_id!r} is in use", code="duplicate_request_id")
+        check_request(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
         if len(self._waiting) >= self._config.max_waiting:
             raise OverloadedError(
                 f"{len(self._waiting)} requests are waiting, the most allowed", "try again after a while"
@@ -235,27 +238,6 @@ class Scheduler:
             assert num_computed == num_tokens - 1 or (
                 sequence is self._running[-1] and num_computed % TOKENS_PER_BLOCK == 0
             ), "a prefill was cut inside a block or overtaken"
-
-    def _check(self, request: Request) -> None:
-        prompt = request.prompt_token_ids
-        if request.request_id in self._sequences:
-            raise RequestError(f"request id {request.request_id!r} is in use", code="duplicate_request_id")
-        if not prompt:
-            raise RequestError("the prompt is empty", param="prompt", code="empty_prompt")
-        if len(prompt) >= self._max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens; prompt and answer together may have {self._max_model_len}",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        for param, token_ids in (("prompt", prompt), ("stop_token_ids", request.sampling.stop_token_ids)):
-            unknown = next((token_id for token_id in token_ids if not 0 <= token_id < self._vocab_size), None)
-            if unknown is not None:
-                raise RequestError(
-                    f"token id {unknown} is not in the vocabulary; allowed: 0 to {self._vocab_size - 1}",
-                    param=param,
-                    code="invalid_token_id",
-                )
 
     def _admit(self, sequence: Sequence, budget: int) -> int:
         """Move the head of the queue to running if all its tokens fit; returns how many to compute now, or 0."""

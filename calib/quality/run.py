@@ -7,7 +7,6 @@ limits and presentation are the other modules'.
 from __future__ import annotations
 
 import asyncio
-import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +15,16 @@ from datetime import datetime, timezone
 from itertools import count
 from pathlib import Path
 
-import psutil
-
 import harness
 from harness.calib.overlap import load_ngrams
+from harness.calib.quality.engines import (
+    MeasuredEngine,
+    check_memory,
+    machine,
+    open_measured,
+    serving_config,
+    text_executor,
+)
 from harness.calib.quality.gates import is_too_small, judge_inputs, judge_tasks, judge_text, judge_weights, worst
 from harness.calib.quality.items import Answer
 from harness.calib.quality.page import render_page
@@ -41,21 +46,13 @@ from harness.calib.quality.text import WINDOWS_BESIDE, Domain, cut_windows, meas
 from harness.calib.quality.weights import weight_errors
 from harness.calib.quality.wording import number_of, points
 from harness.checkpoint_record import SENSITIVITY_NAME
-from harness.errors import CapacityError, QualityError
-from harness.ledger import gib
+from harness.errors import QualityError
 from harness.manifest import EngineManifest, QualityPart, read_manifest, write_manifest
-from harness.runtime.config import EngineConfig, ResolvedConfig
-from harness.runtime.engine_process import open_engine
-from harness.runtime.executor import TOKENS_PER_BLOCK
-from harness.runtime.machine import available_memory_bytes, num_usable_cores
-from harness.runtime.openvino_executor import OpenVinoExecutor
 from harness.runtime.process_backend import ProcessBackend
 from harness.tokenizer import Tokenizer
 
 REPORT_FOLDER = "quality"
 _MOST_NAMED = 4
-_LONGEST_CONTEXT = 16384  # of tasks: more takes memory and time, and no task asks for it
-_COMPILED_FACTOR = 2.0  # a compiled model beside its file, while both are in memory
 
 OnProgress = Callable[[str, int, int], None]
 """Called with what is being done, how many steps of it are done, and of how many."""
@@ -82,12 +79,6 @@ class Measurement:
     full: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Engine:
-    path: Path
-    manifest: EngineManifest
-
-
 def measure_quality(plan: Measurement, on_progress: OnProgress) -> QualityReport:
     """Measure, judge, and put it all together; nothing is written.
 
@@ -96,8 +87,8 @@ def measure_quality(plan: Measurement, on_progress: OnProgress) -> QualityReport
         HarnessError: an engine cannot be run, or the suite is not valid.
     """
     started = time.monotonic()
-    engine, baseline = _open(plan.engine_dir), _open(plan.baseline_dir)
-    compared = {name: _open(path) for name, path in plan.compared.items()}
+    engine, baseline = open_measured(plan.engine_dir), open_measured(plan.baseline_dir)
+    compared = {name: open_measured(path) for name, path in plan.compared.items()}
     for other in (baseline, *compared.values()):
         _check_comparable(engine, other)
     tasks = read_tasks(plan.suite) if plan.full else []
@@ -107,7 +98,9 @@ def measure_quality(plan: Measurement, on_progress: OnProgress) -> QualityReport
     results = _measure_tasks(plan, tasks, baseline, engine, on_progress)
     table = _table(plan, (engine, baseline, compared), (text, texts), domains, on_progress)
     content = plan.suite.content
-    weights = weight_errors(engine.path, baseline.path, engine.manifest.recipe.layers)
+    weights = []
+    if engine.manifest.gpu is None:
+        weights = weight_errors(engine.path, baseline.path, engine.manifest.recipe.layers)
     same_weights = engine.manifest.model.content_hash == baseline.manifest.model.content_hash
     gates = [
         *judge_inputs(engine.manifest, baseline.manifest),
@@ -120,8 +113,8 @@ def measure_quality(plan: Measurement, on_progress: OnProgress) -> QualityReport
         verdict=worst(gates),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         seconds=time.monotonic() - started,
-        machine=_machine(),
-        versions={"harness": harness.__version__, "openvino": engine.manifest.versions["openvino"]},
+        machine=machine(engine.manifest),
+        versions=engine.manifest.versions | {"harness": harness.__version__},
         suite=_suite_summary(plan),
         baseline_is_engine=engine.manifest.engine_id == baseline.manifest.engine_id,
         gates=gates,
@@ -155,14 +148,11 @@ def write_report(report: QualityReport, engine_dir: Path) -> Path:
     return page
 
 
-def _open(path: Path) -> _Engine:
-    return _Engine(path=path, manifest=open_engine(path))
-
-
-def _check_comparable(engine: _Engine, other: _Engine) -> None:
+def _check_comparable(engine: MeasuredEngine, other: MeasuredEngine) -> None:
     for what, ours, theirs in (
         ("tokenizer", engine.manifest.tokenizer.sha256, other.manifest.tokenizer.sha256),
         ("vocabulary", engine.manifest.model.vocab_size, other.manifest.model.vocab_size),
+        ("arch", engine.manifest.arch, other.manifest.arch),
         ("architecture", engine.manifest.model.architecture, other.manifest.model.architecture),
         ("number of layers", engine.manifest.model.num_layers, other.manifest.model.num_layers),
     ):
@@ -178,7 +168,7 @@ def _stepper(stage: str, total: int, on_progress: OnProgress) -> Callable[[], No
     return lambda: on_progress(stage, next(done), total)
 
 
-def _domains(plan: Measurement, engine: _Engine) -> list[Domain]:
+def _domains(plan: Measurement, engine: MeasuredEngine) -> list[Domain]:
     text = plan.suite.content.text
     return cut_windows(
         plan.suite,
@@ -190,51 +180,24 @@ def _domains(plan: Measurement, engine: _Engine) -> list[Domain]:
 
 
 def _measure_texts(
-    baseline: _Engine, others: Mapping[str, _Engine], domains: Sequence[Domain], on_progress: OnProgress
+    baseline: MeasuredEngine, others: Mapping[str, MeasuredEngine], domains: Sequence[Domain], on_progress: OnProgress
 ) -> dict[str, TextResult]:
     """Layer 1 of each engine beside the baseline, which stays loaded."""
     total = len(others) * num_windows(domains)
     on_progress("text", 0, total)
     step = _stepper("text", total, on_progress)
-    largest = max(engine.manifest.weight_bytes() for engine in others.values())
-    _check_memory(baseline.manifest.weight_bytes() + largest)
+    check_memory(baseline, max(others.values(), key=lambda engine: engine.manifest.weight_bytes()))
     tokens = max(len(window) for domain in domains for window in domain.windows)
-    expected = _load(baseline, tokens)
     results = {}
-    for name, engine in others.items():
-        results[name] = measure_text(expected, _load(engine, tokens), domains, step)
+    with text_executor(baseline, tokens, WINDOWS_BESIDE) as expected:
+        for name, engine in others.items():
+            with text_executor(engine, tokens, WINDOWS_BESIDE) as executor:
+                results[name] = measure_text(expected, executor, domains, step)
     return results
 
 
-def _load(engine: _Engine, window_tokens: int) -> OpenVinoExecutor:
-    blocks = WINDOWS_BESIDE * -(-window_tokens // TOKENS_PER_BLOCK)
-    return OpenVinoExecutor(
-        engine.path,
-        engine.manifest,
-        deterministic=False,
-        kv_cache_bytes=(blocks + 1) * TOKENS_PER_BLOCK * engine.manifest.kv.bytes_per_token["fast"],
-        num_threads=num_usable_cores(),
-    )
-
-
-def _check_memory(weight_bytes: int) -> None:
-    needed, available = int(weight_bytes * _COMPILED_FACTOR), available_memory_bytes()
-    if needed > available:
-        raise CapacityError(
-            f"an engine beside its baseline needs about {gib(needed)}, {gib(available)} of memory is available",
-            "measure on a machine with more, or beside a smaller --baseline, such as the int8 engine",
-        )
-
-
-def _config(engine: _Engine) -> ResolvedConfig:
-    wished = EngineConfig(
-        engine_dir=engine.path, max_model_len=min(engine.manifest.max_model_len, _LONGEST_CONTEXT), max_num_seqs=16
-    )
-    return wished.resolve(engine.manifest, available_bytes=available_memory_bytes(), num_cores=num_usable_cores())
-
-
 def _measure_tasks(
-    plan: Measurement, tasks: Sequence[Task], baseline: _Engine, engine: _Engine, on_progress: OnProgress
+    plan: Measurement, tasks: Sequence[Task], baseline: MeasuredEngine, engine: MeasuredEngine, on_progress: OnProgress
 ) -> list[TaskResult]:
     step = _stepper("tasks", 2 * sum(len(task.items) for task in tasks), on_progress)
     answers = {
@@ -249,10 +212,10 @@ def _measure_tasks(
 
 
 async def _answers(
-    engine: _Engine, tasks: Sequence[Task], plan: Measurement, on_item: Callable[[], None]
+    engine: MeasuredEngine, tasks: Sequence[Task], plan: Measurement, on_item: Callable[[], None]
 ) -> list[list[Answer]]:
     """Answers of one engine to all tasks; each engine's conversations go through its own chat template."""
-    config, tokenizer = _config(engine), Tokenizer.from_dir(engine.path)
+    config, tokenizer = serving_config(engine), Tokenizer.from_dir(engine.path)
     settings = TaskSettings(
         decoding=plan.suite.content.decoding,
         system_prompts=(*plan.suite.system_prompts(), *plan.system_prompts),
@@ -270,21 +233,21 @@ async def _answers(
 
 def _table(
     plan: Measurement,
-    engines: tuple[_Engine, _Engine, Mapping[str, _Engine]],
+    engines: tuple[MeasuredEngine, MeasuredEngine, Mapping[str, MeasuredEngine]],
     texts: tuple[TextResult, Mapping[str, TextResult]],
     domains: Sequence[Domain],
     on_progress: OnProgress,
 ) -> list[EngineRow]:
     engine, baseline, compared = engines
     text, compared_texts = texts
-    rows: dict[str, tuple[_Engine, TextResult | None]] = {"baseline": (baseline, None), "engine": (engine, text)}
+    rows: dict[str, tuple[MeasuredEngine, TextResult | None]] = {"baseline": (baseline, None), "engine": (engine, text)}
     rows |= {f"compared {name}": (e, compared_texts[name]) for name, e in compared.items()}
     speeds = {}
     if plan.full:
         wanted = plan.suite.content.speed
         step = _stepper("speed", wanted.rounds * len(rows), on_progress)
         prompt = [token for domain in domains for window in domain.windows for token in window]
-        speeds = measure_speed({key: _config(e) for key, (e, _) in rows.items()}, prompt, wanted, step)
+        speeds = measure_speed({key: serving_config(e) for key, (e, _) in rows.items()}, prompt, wanted, step)
     return [
         EngineRow(
             role=key.partition(" ")[0],  # type: ignore[arg-type]
@@ -299,7 +262,7 @@ def _table(
     ]
 
 
-def _summary(engine: _Engine) -> EngineSummary:
+def _summary(engine: MeasuredEngine) -> EngineSummary:
     manifest = engine.manifest
     return EngineSummary(
         name=manifest.model.name,
@@ -329,16 +292,6 @@ def _suite_summary(plan: Measurement) -> SuiteSummary:
     )
 
 
-def _machine() -> str:
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):  # not Linux
-        pass
-    return f"{model}, {num_usable_cores()} cores, {gib(psutil.virtual_memory().total)} of memory"
-
-
 def _notes(manifest: EngineManifest, text: TextResult, tasks: Sequence[TaskResult], gates: Gates) -> list[str]:
     notes = ["Both engines ran in fast mode, as harness-run serves them unless --deterministic is given."]
     chosen = manifest.calibration.calibration_set
@@ -351,7 +304,9 @@ def _notes(manifest: EngineManifest, text: TextResult, tasks: Sequence[TaskResul
             f"{text.overall.num_overlapping} windows of the held-out text were left out: the calibration set holds "
             "runs of 13 tokens of theirs."
         )
-    if any(precision.endswith("-a8") for precision in manifest.recipe.layers.values()):
+    if manifest.gpu is not None:
+        notes.append("Weights of an engine for a GPU cannot be read back, so they are not compared module by module.")
+    elif any(precision.endswith("-a8") for precision in manifest.recipe.layers.values()):
         notes.append(
             "Weights of modules with int8 activations are smoothed, so they are not compared module by module."
         )

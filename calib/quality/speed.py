@@ -63,7 +63,7 @@ async def _measure(config: ResolvedConfig, prompt: list[int], num_generated: int
             ttft_s=first - started,
             tpot_s=(ended - first) / max(1, num_generated - 1),
             total_s=ended - started,
-            peak_memory_bytes=_peak_memory_bytes(backend.engine_pid),
+            peak_memory_bytes=(await backend.stats()).gpu_memory_used_bytes or _peak_memory_bytes(backend.engine_pid),
         )
     finally:
         await backend.stop()

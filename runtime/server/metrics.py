@@ -25,6 +25,8 @@ _GAUGES = {
     "num_blocks": ("kv_blocks", "KV blocks in all."),
     "num_free_blocks": ("kv_blocks_free", "KV blocks that no running request holds; cached ones count as free."),
     "num_cached_blocks": ("kv_blocks_cached", "KV blocks whose content can be found again."),
+    "gpu_memory_used_bytes": ("gpu_memory_used_bytes", "Memory in use on the engine's GPUs, by whomever."),
+    "gpu_memory_bytes": ("gpu_memory_bytes", "Memory of the engine's GPUs."),
 }
 _COUNTERS = {
     "prefix_query_tokens_total": ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache."),
@@ -134,10 +136,12 @@ class _EngineCollector(Collector):
         restarts.add_metric((self._model,), self.num_restarts)
         yield restarts
         for field, (name, text) in _GAUGES.items():
-            gauge = GaugeMetricFamily(f"harness_{name}", text, labels=("model",))
-            gauge.add_metric((self._model,), getattr(self.stats, field))
-            yield gauge
+            if (value := getattr(self.stats, field)) is not None:
+                gauge = GaugeMetricFamily(f"harness_{name}", text, labels=("model",))
+                gauge.add_metric((self._model,), value)
+                yield gauge
         for field, (name, text) in _COUNTERS.items():
-            counter = CounterMetricFamily(f"harness_{name}", text, labels=("model",))
-            counter.add_metric((self._model,), getattr(self.stats, field))
-            yield counter
+            if (value := getattr(self.stats, field)) is not None:
+                counter = CounterMetricFamily(f"harness_{name}", text, labels=("model",))
+                counter.add_metric((self._model,), value)
+                yield counter

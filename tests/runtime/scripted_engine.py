@@ -14,8 +14,8 @@ import numpy as np
 
 from harness.errors import CapacityError
 from harness.runtime.config import ResolvedConfig
-from harness.runtime.engine_core import EngineCore
-from harness.runtime.engine_process import run, warm_up
+from harness.runtime.engine_core import EngineCore, warm_up
+from harness.runtime.engine_process import run
 from harness.runtime.executor import SchedulerOutput, StepOutput
 
 VOCAB_SIZE = 1000

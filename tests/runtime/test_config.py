@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from harness.errors import CapacityError, UsageError
+from harness.machine import available_memory_bytes, num_usable_cores
 from harness.manifest import EngineManifest
 from harness.runtime.config import EngineConfig
-from harness.runtime.machine import available_memory_bytes, num_usable_cores
 from harness.runtime.wire import decode_config, encode_config
 
 GIB = 1 << 30

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from harness.errors import EngineError
-from harness.runtime.engine_process import check_runnable, warm_up
+from harness.runtime.engine_core import warm_up
 from harness.runtime.executor import SchedulerOutput, StepOutput
+from harness.runtime.openvino_engine import check_runnable
 
 
 def test_an_engine_for_another_arch_says_both(make_manifest: Any) -> None:

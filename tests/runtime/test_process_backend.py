@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+import zmq
 
 from harness.errors import CapacityError, EngineDeadError, EngineError, HarnessError, OverloadedError, RequestError
 from harness.runtime import wire
@@ -254,6 +255,11 @@ def test_cancelling_start_leaves_no_process() -> None:
     assert not psutil.Process().children()
 
 
+def ignores_ctrl_c(pid: int) -> bool:
+    ignored = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn:"))
+    return bool(int(ignored.split()[1], 16) >> (signal.SIGINT - 1) & 1)
+
+
 @pytest.mark.parametrize("behaviour", ["works", "hangs"])
 def test_the_engine_ends_with_its_parent_and_ignores_ctrl_c(behaviour: str) -> None:
     # stdin open means that the parent lives
@@ -263,12 +269,30 @@ def test_the_engine_ends_with_its_parent_and_ignores_ctrl_c(behaviour: str) -> N
     assert child.stdin is not None
     child.stdin.write(wire.encode_config(CONFIG))
     child.stdin.flush()
-    time.sleep(1.0)
+    deadline = time.monotonic() + 20
+    while not ignores_ctrl_c(child.pid):  # it does from the first line of its own on
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     child.send_signal(signal.SIGINT)
     time.sleep(0.1)
     assert child.poll() is None
     child.stdin.close()
     assert child.wait(5) == 1
+
+
+def test_the_engine_ends_with_the_connection_to_its_parent_too(tmp_path: Path) -> None:
+    """Open MPI does not pass on the end of stdin."""
+    address = f"ipc://{tmp_path}/engine"
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.bind(address)
+        child = subprocess.Popen([sys.executable, str(ENGINE), "works", address, "WARNING"], stdin=subprocess.PIPE)
+        assert child.stdin is not None
+        child.stdin.write(wire.encode_config(CONFIG))
+        child.stdin.flush()
+        assert isinstance(wire.decode_from_engine(socket.recv()), wire.Ready)
+        assert child.poll() is None
+    assert child.wait(5) == 1
+    child.stdin.close()
 
 
 def test_an_idle_engine_uses_no_processor_time() -> None:

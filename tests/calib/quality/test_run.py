@@ -170,7 +170,7 @@ def test_engines_of_other_models_do_not_compare(
 def test_what_does_not_fit_beside_its_baseline_is_refused(
     llama_f16: Path, small_suite: Callable[..., Suite], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.calib.quality.run.available_memory_bytes", lambda: 20 << 20)
+    monkeypatch.setattr("harness.calib.quality.engines.available_memory_bytes", lambda: 20 << 20)
     with pytest.raises(CapacityError, match=r"about 0\.04 GiB, 0\.02 GiB of memory is available"):
         measured(llama_f16, llama_f16, small_suite())
 
