@@ -13,6 +13,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from harness.checkpoint_record import check_file_names, find_record
 from harness.errors import SourceError
 from harness.manifest import (
     CalibrationPart,
@@ -61,14 +62,7 @@ def read_trtllm_record(folder: Path) -> TrtllmCheckpointRecord:
     Raises:
         SourceError: no checkpoint there, a record of another schema, or a broken one.
     """
-    path = folder / RECORD_NAME
-    if not folder.is_dir():
-        raise SourceError(f"there is no folder {folder}", f"relative paths are taken from {Path.cwd()}")
-    if not path.is_file():
-        raise SourceError(f"no TensorRT-LLM checkpoint in {folder} (it has no {RECORD_NAME})", _MAKE_AGAIN)
+    path = find_record(folder, RECORD_NAME, "TensorRT-LLM checkpoint", _MAKE_AGAIN)
     record = read_versioned(path, TrtllmCheckpointRecord, SourceError, _MAKE_AGAIN)
-    for name in record.files:
-        # a record is input: it must not point out of its folder
-        if name in ("", ".", "..", RECORD_NAME) or not name.isprintable() or set(name) & {"/", "\\"}:
-            raise SourceError(f"{path} lists a file that is not one of its own folder: {name!r}", "do not use it")
+    check_file_names(path, record.files)
     return record

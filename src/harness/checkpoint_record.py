@@ -6,6 +6,7 @@ says what it was made from and how, and holds the sha256 of every other file, wh
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,7 @@ NGRAMS_NAME, SENSITIVITY_NAME = "calibration-ngrams.npy", "sensitivity.json"
 STATISTICS_NAME = "calibration.safetensors"
 """Maxima of layer inputs, keys and values over the calibration set, for lowerings with static scales."""
 
+_GIVE_ANOTHER = "give the folder that harness-build made, or the unquantized weights as --model"
 _MAKE_AGAIN = "remove its folder and make the checkpoint again, or copy it again, whole"
 
 
@@ -59,17 +61,31 @@ def read_record(folder: Path) -> CheckpointRecord:
     Raises:
         SourceError: no checkpoint there, a record of another schema, or a broken one.
     """
-    path = folder / RECORD_NAME
+    path = find_record(folder, RECORD_NAME, "quantized checkpoint", _GIVE_ANOTHER)
+    record = read_versioned(path, CheckpointRecord, SourceError, _MAKE_AGAIN)
+    check_file_names(path, record.files)
+    return record
+
+
+def find_record(folder: Path, name: str, what: str, hint: str) -> Path:
+    """The record of a folder that is `what`.
+
+    Raises:
+        SourceError: no such folder, or it has no record; then with `hint`.
+    """
     if not folder.is_dir():
         raise SourceError(f"there is no folder {folder}", f"relative paths are taken from {Path.cwd()}")
-    if not path.is_file():
-        raise SourceError(
-            f"no quantized checkpoint in {folder} (it has no {RECORD_NAME})",
-            "give the folder that harness-build made, or the unquantized weights as --model",
-        )
-    record = read_versioned(path, CheckpointRecord, SourceError, _MAKE_AGAIN)
-    for name in record.files:
-        # a record is input: it must not point out of its folder
-        if name in ("", ".", "..", RECORD_NAME) or not name.isprintable() or set(name) & {"/", "\\"}:
-            raise SourceError(f"{path} lists a file that is not one of its own folder: {name!r}", "do not use it")
-    return record
+    if not (folder / name).is_file():
+        raise SourceError(f"no {what} in {folder} (it has no {name})", hint)
+    return folder / name
+
+
+def check_file_names(record: Path, names: Iterable[str]) -> None:
+    """Check that a record, which is input, does not point out of its folder.
+
+    Raises:
+        SourceError: names what is no file of the folder, or the record itself.
+    """
+    for name in names:
+        if name in ("", ".", "..", record.name) or not name.isprintable() or set(name) & {"/", "\\"}:
+            raise SourceError(f"{record} lists a file that is not one of its own folder: {name!r}", "do not use it")

@@ -188,9 +188,10 @@ def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else names or "(none named)"
     if name not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"unknown architecture {name!r} in config.json", f"supported: {', '.join(ARCHITECTURES)}"
-        )
+        hint = f"supported: {', '.join(ARCHITECTURES)}"
+        if str(name).startswith("Deepseek"):  # V3.2 and V4, whose sparse attention no engine builder knows
+            hint += "; TensorRT-LLM's PyTorch backend serves its own release: trtllm-serve MODEL --backend pytorch"
+        raise UnsupportedModelError(f"unknown architecture {name!r} in config.json", hint)
     return str(name)
 
 
