@@ -25,7 +25,7 @@ from harness.build.tensorrt_llm.limits import LimitWishes, choose_limits, rank_l
 from harness.build.tensorrt_llm.pytorch_folder import build_pytorch_folder
 from harness.build.tensorrt_llm.pytorch_limits import BACKEND as PYTORCH
 from harness.build.tensorrt_llm.pytorch_limits import check_expressible
-from harness.build.tensorrt_llm.record import RECORD_NAME
+from harness.build.tensorrt_llm.record import RECORD_NAME, TrtllmCheckpointRecord
 from harness.build.tensorrt_llm.trtllm_build import EngineOptions, Lookahead
 from harness.build.tensorrt_llm.versions import installed, missing_for_engines
 from harness.console import printable
@@ -219,11 +219,7 @@ def _engine(
 ) -> GpuOutcome:
     record = checkpoint.record
     num_ranks = record.tp_size * record.pp_size
-    if record.kv_dtype == "int8" and gpu.kv_dtype != "int8":
-        raise UsageError(
-            f"the checkpoint {checkpoint.path} has an int8 KV cache",
-            "say so with --kv-cache-dtype int8, or make it again without",
-        )
+    _check_agrees(gpu, record)
     resolved = {module: Precision.parse(text) for module, text in record.recipe.layers.items()}
     check_family(checkpoint.spec, arch, resolved, tp_size=record.tp_size, pp_size=record.pp_size, kv_dtype=gpu.kv_dtype)
     if lacking := _lacking(arch, num_ranks):
@@ -266,6 +262,19 @@ def _engine(
     for line in built.fallbacks:
         console.print(printable(f"trtllm-build gave something up: {line}"), soft_wrap=True)
     return GpuOutcome(path=built.engine_dir, kind="engine", reused=built.reused)
+
+
+def _check_agrees(gpu: GpuRequest, record: TrtllmCheckpointRecord) -> None:
+    """Refuse flags that the checkpoint has decided otherwise."""
+    for flag, given, made, unsaid in (
+        ("--kv-cache-dtype", gpu.kv_cache_dtype, "int8" if record.kv_dtype == "int8" else "auto", None),
+        ("--tp", gpu.tp_size, record.tp_size, 1),
+        ("--pp", gpu.pp_size, record.pp_size, 1),
+    ):
+        if given not in (made, unsaid):
+            raise UsageError(
+                f"{flag} is {given}, the checkpoint was made with {made}", "give the same, or make it again"
+            )
 
 
 def _versions(found: list[GpuDevice]) -> dict[str, str]:

@@ -100,6 +100,22 @@ def test_two_halves_on_two_machines_make_the_same_engine(
     assert {"rank0.engine", "rank1.engine"} <= manifest.files.keys()
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tp", "4"], ["--tp is 4", "made with 2"]),
+        (["--kv-cache-dtype", "int8"], ["--kv-cache-dtype is int8", "made with auto"]),
+    ],
+)
+def test_flags_that_the_checkpoint_has_decided_otherwise_are_refused(
+    flags: list[str], words: list[str], build: Build, model: Path, gpu_machine: Callable[..., None]
+) -> None:
+    half = build("--model", model, "--precision", "f16", "--arch", "sm_90", "--tp", 2, "--stage", "checkpoint")
+    gpu_machine(h100(0), h100(1))
+    asked = ("--arch", "sm_90", "--stage", "engine", "--checkpoint", half.out.strip())
+    build(*asked, *flags).says(*words, code=2)
+
+
 def test_what_is_drafted_and_measured_stands_in_the_manifest(
     build: Build, model: Path, gpu_machine: Callable[..., None], tmp_path: Path
 ) -> None:
