@@ -9,6 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+# models of tests are small: threads wait for each other longer than they compute. Before torch is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import tokenizers
 import torch
 import transformers
