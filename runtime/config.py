@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from harness.errors import CapacityError, UsageError
-from harness.ledger import TOKENS_PER_BLOCK, Ledger, gib, kv_cache_bytes, runtime_reserve
+from harness.ledger import GPU_KV_FRACTION, TOKENS_PER_BLOCK, Ledger, gib, kv_cache_bytes, runtime_reserve
 from harness.manifest import EngineManifest, GpuPart
 from harness.runtime.scheduler import SchedulerConfig
 
 _MIB = 1 << 20
-_GPU_MEMORY_FRACTION = 0.9  # TensorRT-LLM's own default
 _GPU_ONLY = ("gpu_memory_fraction", "host_cache_bytes", "scheduling_policy", "cuda_graphs")
 _CPU_ONLY = ("deterministic", "num_threads")
 
@@ -174,7 +173,7 @@ class EngineConfig:
             reserve_bytes=runtime_reserve(available_bytes),
             kv_bytes_per_token=manifest.kv.bytes_per_token["fast"],
         )
-        fraction = _GPU_MEMORY_FRACTION if self.gpu_memory_fraction is None else self.gpu_memory_fraction
+        fraction = GPU_KV_FRACTION if self.gpu_memory_fraction is None else self.gpu_memory_fraction
         kv_bytes = self._kv_cache_bytes(ledger, max_model_len, int(ledger.kv_cache_bytes * fraction))
         for name, limit in (("max_num_seqs", gpu.max_batch_size), ("max_num_batched_tokens", gpu.max_num_tokens)):
             if (getattr(self, name) or 0) > limit:

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_RESTART_DELAY_S = 0.5
 LONGEST_RESTART_DELAY_S = 30.0
+_OF_MPI = ("OMPI_", "PMIX_", "PRTE_")
 _STOP_TIMEOUT_S = 5.0
 
 
@@ -42,7 +43,8 @@ def engine_command(config: ResolvedConfig) -> tuple[str, ...]:
         return (sys.executable, "-c", code)
     # containers run as root, which Open MPI refuses unless told otherwise
     root = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
-    return ("mpirun", *root, "-n", str(num_ranks), sys.executable, "-c", code)
+    # each rank has many threads, and Open MPI would bind them to one core
+    return ("mpirun", *root, "--bind-to", "none", "-n", str(num_ranks), sys.executable, "-c", code)
 
 
 class ProcessBackend:
@@ -220,7 +222,13 @@ class _Child:
             socket.bind(address)
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *command, address, log_level, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
+                    *command,
+                    address,
+                    log_level,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    # a child with MPI of its own must not take itself for a rank of this process's
+                    env={name: value for name, value in os.environ.items() if not name.startswith(_OF_MPI)},
                 )
             except FileNotFoundError:
                 hint = "an engine divided over several GPUs is started by Open MPI: install it, or see your PATH"

@@ -9,6 +9,8 @@ from enum import Enum
 
 import msgspec
 
+DEFAULT_PRIORITY = 0.5
+
 
 class FinishReason(str, Enum):
     """Why a request ended."""
@@ -72,13 +74,15 @@ def _check(name: str, value: float, low: float, high: float, *, above_low: bool 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt to complete.
 
-    `cache_salt` separates tenants: KV blocks are shared only between requests of equal salt.
+    `cache_salt` separates tenants: KV blocks are shared only between requests of equal salt. Of requests that wait, an
+    engine with priorities starts those of higher `priority`, 0 to 1, first.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
     cache_salt: str = ""
+    priority: float = DEFAULT_PRIORITY
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):

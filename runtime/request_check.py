@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from harness.errors import RequestError
-from harness.runtime.request import Request
+from harness.runtime.request import DEFAULT_PRIORITY, Request
 
 
-def check_request(request: Request, *, max_model_len: int, vocab_size: int) -> None:
+def check_request(request: Request, *, max_model_len: int, vocab_size: int, has_priorities: bool) -> None:
     """Refuse a prompt that leaves no room for an answer, and tokens that the model does not have.
 
     Args:
         max_model_len: longest prompt and answer together, in tokens.
         vocab_size: token ids are below it.
+        has_priorities: whether the engine's queue heeds them.
 
     Raises:
         RequestError: names the field.
     """
+    if request.priority != DEFAULT_PRIORITY and not has_priorities:
+        raise RequestError(
+            "this engine takes requests in turn, whatever their priority", param="priority", code="unsupported_value"
+        )
     prompt = request.prompt_token_ids
     if not prompt:
         raise RequestError("the prompt is empty", param="prompt", code="empty_prompt")

@@ -119,7 +119,7 @@ class Scheduler:
         """
         if request.request_id in self._sequences:
             raise RequestError(f"request id {request.request_id!r} is in use", code="duplicate_request_id")
-        check_request(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
+        check_request(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size, has_priorities=False)
         if len(self._waiting) >= self._config.max_waiting:
             raise OverloadedError(
                 f"{len(self._waiting)} requests are waiting, the most allowed", "try again after a while"

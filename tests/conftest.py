@@ -19,6 +19,16 @@ import transformers
 from preset_engine import build_preset_engine
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from harness.manifest import (
+    CalibrationPart,
+    EngineManifest,
+    FilePart,
+    KvPart,
+    ModelPart,
+    QualityPart,
+    RecipePart,
+    TokenizerPart,
+)
 from harness.tokenizer import TokenizerFiles
 
 # what runs the tests in the background may have it ignored, and every process under test would inherit that
@@ -147,3 +157,51 @@ def smollm2_engine(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory)
 def smollm2_f16_engine(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2-135M built for `cpu` in f16."""
     return build_preset_engine(smollm2_path, tmp_path_factory.mktemp("engines") / "f16", "f16")
+
+
+@pytest.fixture
+def make_manifest() -> Callable[..., EngineManifest]:
+    """Makes manifests of engines that do not exist."""
+
+    def make(
+        *,
+        weight_bytes: int = 1 << 20,
+        kv_bytes_per_token: int = 1024,
+        max_model_len: int = 128,
+        arch: str = "cpu",
+        openvino: str = "1.0",
+    ) -> EngineManifest:
+        digest = "0" * 64
+        return EngineManifest(
+            engine_id="abc",
+            model=ModelPart(
+                name="m",
+                architecture="LlamaForCausalLM",
+                content_hash=digest,
+                num_parameters=1,
+                num_layers=1,
+                vocab_size=260,
+                max_position_embeddings=max_model_len,
+            ),
+            arch=arch,
+            backend="openvino",
+            versions={"openvino": openvino},
+            recipe=RecipePart(name="f16", layers={}, bits_per_weight=16, decoder_bits_per_weight=16),
+            calibration=CalibrationPart(method="round-to-nearest"),
+            kv=KvPart(
+                kind="gqa",
+                num_layers=1,
+                num_kv_heads=1,
+                key_dim=1,
+                value_dim=1,
+                tokens_per_block=32,
+                bytes_per_token={"fast": kv_bytes_per_token, "deterministic": 4 * kv_bytes_per_token},
+            ),
+            max_model_len=max_model_len,
+            tokenizer=TokenizerPart(sha256=digest, chat_template_sha256=None, bos_token_id=None, eos_token_ids=[]),
+            compile_settings={"fast": {}, "deterministic": {}},
+            quality=QualityPart(verdict="not_run"),
+            files={"model.bin": FilePart(sha256=digest, num_bytes=weight_bytes)},
+        )
+
+    return make

@@ -39,7 +39,7 @@ from harness.build.tokenizer_check import check_tokenizer
 from harness.build.weight_check import check_weights
 from harness.errors import BuildError, EngineError, SourceError
 from harness.manifest import RecipePart, describe_files, verify_file
-from harness.recipe import Recipe, decoder_bits_per_weight, model_bits_per_weight
+from harness.recipe import Recipe, decoder_bits_per_weight, linear_shapes, model_bits_per_weight
 from harness.spec import ModelSpec
 from harness.tokenizer import Tokenizer
 from harness.weight_source import WeightSource
@@ -176,7 +176,35 @@ def open_trtllm_checkpoint(path: Path) -> TrtllmCheckpoint:
             list(pool.map(verify_file, (path / name for name in record.files), record.files.values()))
         except EngineError as error:
             raise SourceError(error.message, _COPY_AGAIN) from None
-    return TrtllmCheckpoint(path, record)
+    checkpoint = TrtllmCheckpoint(path, record)
+    fault = _contradiction(checkpoint)
+    if fault:
+        raise SourceError(f"{path} contradicts its {RECORD_NAME}: {fault}", _COPY_AGAIN)
+    return checkpoint
+
+
+def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = config.get(name)
+    return part if isinstance(part, dict) else {}
+
+
+def _contradiction(checkpoint: TrtllmCheckpoint) -> str:
+    """Where what the builder will read is not what the record says; empty where it is."""
+    record, config = checkpoint.record, read_json(checkpoint.path / "config.json", required=True)
+    if record.recipe.layers.keys() != linear_shapes(checkpoint.spec).keys():
+        return f"its recipe is not of this {HF_CONFIG_NAME}"
+    mapping, quantization = (_part(config, name) for name in ("mapping", "quantization"))
+    int8_kv = "INT8" if record.kv_dtype == "int8" else None
+    for what, seen, said in (
+        ("tp_size", mapping.get("tp_size"), record.tp_size),
+        ("pp_size", mapping.get("pp_size"), record.pp_size),
+        ("dtype", config.get("dtype"), record.dtype),
+        ("architecture", config.get("architecture"), checkpoint.spec.architecture),
+        ("kv_cache_quant_algo", quantization.get("kv_cache_quant_algo"), int8_kv),
+    ):
+        if seen != said:
+            return f"{what} of config.json is {seen!r}, {said!r} was recorded"
+    return ""
 
 
 def _identity(plan: Plan, fingerprint: str) -> str:

@@ -1,11 +1,12 @@
 """Builds a GPU engine from a TensorRT-LLM checkpoint, on a machine with the GPU it is for.
 
 Owns what an engine's folder and manifest hold. Limits are `limits`, the builder's command line is `trtllm_build`. What
-stands in the manifest was read from what was built, not from what was asked for.
+the manifest says of limits and of reuse was read from what was built, not from what was asked for.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from typing import Any
 
 from harness.arch import Arch
 from harness.build.cpu_engine import BuiltEngine
-from harness.build.store import engine_id, existing_engine, staged
+from harness.build.store import check_free_space, engine_id, existing_engine, staged
 from harness.build.tensorrt_llm.checkpoint import TrtllmCheckpoint
 from harness.build.tensorrt_llm.limits import EngineLimits, rank_kv_bytes_per_token
 from harness.build.tensorrt_llm.trtllm_build import (
@@ -30,8 +31,11 @@ from harness.errors import BuildError
 from harness.ledger import TOKENS_PER_BLOCK, kv_layout
 from harness.manifest import EngineManifest, GpuPart, KvPart, QualityPart, describe_files, write_manifest
 from harness.spec import MlaSpec
+from harness.weight_source import safe_name
 
 _CONFIG_NAME = "config.json"
+_LIMITS = ("max_batch_size", "max_num_tokens", "max_input_len")
+_DISK_FACTOR = 1.1  # of the checkpoint: an engine holds its weights, and code
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
@@ -75,11 +79,14 @@ def build_gpu_engine(
         versions=versions,
         compile_settings={"fast": {"trtllm-build": " ".join(flags)}},
     )
-    engine_dir = out or engines_dir / record.model.name / f"{arch.name}-{identity}"
+    engine_dir = out or engines_dir / safe_name(record.model.name) / f"{arch.name}-{identity}"
+    found = BuiltGpuEngine(engine_dir=engine_dir, reused=True, fallbacks=[])
     if existing_engine(engine_dir, identity):
-        return BuiltGpuEngine(engine_dir=engine_dir, reused=True, fallbacks=[])
+        return found
     try:
         with staged(engine_dir) as stage:
+            weights = sum(p.num_bytes for name, p in record.files.items() if name.endswith(".safetensors"))
+            check_free_space(stage.parent, int(weights * _DISK_FACTOR))
             command = build_command(checkpoint.path, stage, flags, num_workers=num_workers)
             fallbacks = run_trtllm_build(command, stage / LOG_NAME, on_line)
             for name in (*_TOKENIZER_FILES, NGRAMS_NAME, SENSITIVITY_NAME):
@@ -103,6 +110,8 @@ def build_gpu_engine(
             )
             write_manifest(stage, manifest)
     except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and existing_engine(engine_dir, identity):
+            return found  # another build of the same engine was faster
         raise BuildError(
             f"cannot write {engine_dir}: {error.strerror or error}", "free some space, or give another --out"
         ) from None
@@ -110,18 +119,23 @@ def build_gpu_engine(
 
 
 def _built_with(stage: Path, checkpoint: TrtllmCheckpoint) -> dict[str, Any]:
-    """The `build_config` of an engine, after a look that all of the engine is there."""
+    """What an engine was built with, after a look that all of it is there."""
     missing = [name for name in _engine_files(checkpoint) if not (stage / name).is_file()]
     if missing:
         raise BuildError(f"trtllm-build wrote no {missing[0]}", "see its log; build again")
     try:
         config: dict[str, Any] = json.loads((stage / _CONFIG_NAME).read_text(encoding="utf-8"))["build_config"]
-        config["plugin_config"]["use_paged_context_fmha"]
+        built = {name: config[name] for name in _LIMITS}
+        wrong = [name for name, value in built.items() if type(value) is not int or value < 1]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is {built[wrong[0]]!r}")
+        built["gather_context_logits"] = bool(config["gather_context_logits"])
+        built["use_paged_context_fmha"] = config["plugin_config"]["use_paged_context_fmha"] is True
     except (ValueError, KeyError, TypeError) as error:
         raise BuildError(
             f"the {_CONFIG_NAME} that trtllm-build wrote is not as known: {error!r}", "see harness-build doctor"
         ) from None
-    return config
+    return built
 
 
 def _engine_files(checkpoint: TrtllmCheckpoint) -> list[str]:
@@ -133,7 +147,7 @@ def _gpu_part(
     checkpoint: TrtllmCheckpoint, built: Mapping[str, Any], options: EngineOptions, flags: list[str]
 ) -> GpuPart:
     record, ahead = checkpoint.record, options.lookahead
-    paged_context = built["plugin_config"]["use_paged_context_fmha"] is True
+    paged_context = built["use_paged_context_fmha"]
     return GpuPart(
         tp_size=record.tp_size,
         pp_size=record.pp_size,
@@ -145,7 +159,7 @@ def _gpu_part(
         max_num_tokens=built["max_num_tokens"],
         max_input_len=built["max_input_len"],
         lookahead=(ahead.window, ahead.ngram, ahead.verification) if ahead else None,
-        context_logits=bool(built["gather_context_logits"]),
+        context_logits=built["gather_context_logits"],
         build_flags=flags,
         checkpoint_id=record.checkpoint_id,
     )

@@ -21,6 +21,10 @@ DENSE_FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
 LATENT_FAMILY = "DeepseekV2ForCausalLM"
 GROUP_SIZES = (64, 128)
 _LEAST_MULTIPLE = 64
+LATENT_CAVEAT = (
+    "DeepSeek-V2's attention looks unfinished in the newest sources of the engine builder that are known: expect "
+    "trtllm-build to fail, and try it with a small --max-model-len before you count on it"
+)
 _PYTORCH = "serve the Hugging Face weights with TensorRT-LLM's PyTorch backend: trtllm-serve MODEL --backend pytorch"
 
 
@@ -59,6 +63,12 @@ def check_family(
         )
     ranks = Ranks(tp_size=tp_size, pp_size=pp_size)
     check_ranks(spec, ranks)
+    has_int4 = any(precision.dtype == "int4" for precision in quantized.values())
+    if isinstance(spec.attention, GqaSpec) and (spec.attention.o_bias or spec.mlp_bias) and has_int4 and tp_size > 1:
+        raise UsageError(
+            "TensorRT-LLM 1.2.1 drops biases of o_proj and down_proj on all ranks but the first where layers are int4",
+            "leave out --tp, or give a recipe without int4",
+        )
     if isinstance(spec.attention, GqaSpec):
         for layer in range(spec.num_layers):
             for linear in layer_linears(spec, layer):

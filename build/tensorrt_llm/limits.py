@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from harness.errors import CapacityError, UsageError
-from harness.ledger import KvLayout, Ledger, gib, kv_cache_bytes, kv_layout, matrix_bytes, runtime_reserve
+from harness.ledger import (
+    GPU_KV_FRACTION,
+    KvLayout,
+    Ledger,
+    gib,
+    kv_cache_bytes,
+    kv_layout,
+    matrix_bytes,
+    runtime_reserve,
+)
 from harness.ledger import unquantized_bytes as rest_bytes
 from harness.recipe import F16, Precision, in_decoder, linear_shapes
 from harness.spec import MlaSpec, ModelSpec
@@ -22,7 +31,12 @@ KvDtype = Literal["float16", "bfloat16", "int8"]
 TYPICAL_LEN = 4096
 """Tokens of a sequence, by which the number of sequences is chosen: few requests use all of a long context."""
 MOST_SEQUENCES = 256
-_NUM_TOKENS = 8192
+DEFAULT_NUM_TOKENS = 8192
+"""Tokens of a step; with logits of prompts fewer, since each has a row as wide as the vocabulary."""
+NUM_LOGIT_TOKENS = 2048
+_CUDA_BYTES = 3 << 29  # 1.5 GiB: context, kernels, and an engine's file beside its weights
+_LOGIT_BYTES = 4  # float32
+_MOST = {"max_batch_size": 1 << 16, "max_num_tokens": 1 << 20, "max_model_len": 1 << 24}
 _WHOLE = 1024  # a context that was cut to fit is a multiple of it
 
 
@@ -39,13 +53,15 @@ class LimitWishes:
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:
-        for flag, value, least in (
-            ("--max-batch-size", self.max_batch_size, 1),
-            ("--max-num-tokens", self.max_num_tokens, 64),
-            ("--max-model-len", self.max_model_len, 2),
-        ):
-            if value is not None and value < least:
-                raise UsageError(f"{flag} is {value}", f"allowed: {least} or more")
+        for name, least in (("max_batch_size", 1), ("max_num_tokens", 64), ("max_model_len", 2)):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= _MOST[name]:
+                raise UsageError(f"--{name.replace('_', '-')} is {value}", f"allowed: {least} to {_MOST[name]}")
+
+    def flags(self) -> list[str]:
+        """As a command line gives them."""
+        given = {name: getattr(self, name) for name in _MOST if getattr(self, name) is not None}
+        return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,24 +104,39 @@ def rank_ledger(
     pp_size: int,
     kv_dtype: KvDtype,
     memory_bytes: int,
+    num_logit_tokens: int = 0,
 ) -> Ledger:
-    """The memory of the fullest rank, of a device with `memory_bytes`."""
+    """The memory of the fullest rank, of a device with `memory_bytes`, as the server will divide it.
+
+    What is kept back is more than the usual reserve: what CUDA and the engine's code take, logits of `num_logit_tokens`
+    tokens of a step, and the share of the rest that the server leaves alone. So what fits here can be served.
+    """
+    weights = rank_weight_bytes(spec, resolved, tp_size=tp_size, pp_size=pp_size)
+    reserve = runtime_reserve(memory_bytes) + _CUDA_BYTES + num_logit_tokens * spec.vocab_size * _LOGIT_BYTES
+    left = max(0, memory_bytes - weights - reserve)
     return Ledger(
         memory_bytes=memory_bytes,
-        weights_bytes=rank_weight_bytes(spec, resolved, tp_size=tp_size, pp_size=pp_size),
-        reserve_bytes=runtime_reserve(memory_bytes),
+        weights_bytes=weights,
+        reserve_bytes=reserve + math.ceil(left * (1 - GPU_KV_FRACTION)),
         kv_bytes_per_token=rank_kv_bytes_per_token(spec, tp_size=tp_size, pp_size=pp_size, kv_dtype=kv_dtype),
     )
 
 
 def choose_limits(
-    spec: ModelSpec, ledger: Ledger, wishes: LimitWishes, *, chunked_context: bool, num_draft_tokens: int = 0
+    spec: ModelSpec,
+    ledger: Ledger,
+    wishes: LimitWishes,
+    *,
+    chunked_context: bool,
+    num_draft_tokens: int = 0,
+    num_tokens: int = DEFAULT_NUM_TOKENS,
 ) -> EngineLimits:
     """Limits that fit one rank's memory.
 
     Args:
         chunked_context: whether long prompts are computed in chunks; else a prompt must fit one step.
         num_draft_tokens: drafted for each sequence in a step.
+        num_tokens: of a step, where nobody says otherwise.
 
     Raises:
         UsageError: `max_model_len` is more than the model was made for, or `max_num_tokens` less than a step needs.
@@ -131,7 +162,7 @@ def choose_limits(
     fitting = ledger.max_concurrency(min(max_seq_len, TYPICAL_LEN))
     max_batch_size = wishes.max_batch_size or max(1, min(MOST_SEQUENCES, fitting))
     least = max_batch_size * (num_draft_tokens + 1)
-    max_num_tokens = wishes.max_num_tokens or max(_NUM_TOKENS, least)
+    max_num_tokens = wishes.max_num_tokens or max(num_tokens, least)
     if max_num_tokens < least:
         raise UsageError(
             f"--max-num-tokens {max_num_tokens} is less than a step of {max_batch_size} sequences needs",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from harness.errors import UsageError
+from harness.manifest import MOST_RANKS
 from harness.spec import GqaSpec, ModelSpec
 
 
@@ -23,8 +24,8 @@ class Ranks:
 
     def __post_init__(self) -> None:
         for flag, value in (("--tp", self.tp_size), ("--pp", self.pp_size)):
-            if not 1 <= value <= 64:
-                raise UsageError(f"{flag} is {value}", "allowed: 1 to 64")
+            if not 1 <= value <= MOST_RANKS:
+                raise UsageError(f"{flag} is {value}", f"allowed: 1 to {MOST_RANKS}")
 
     @property
     def num_ranks(self) -> int:

@@ -19,7 +19,7 @@ from harness.manifest import (
     CalibrationPart,
     FilePart,
     ModelPart,
-    PositiveInt,
+    RankCount,
     RecipePart,
     TokenizerPart,
     read_versioned,
@@ -48,8 +48,8 @@ class TrtllmCheckpointRecord(BaseModel):
     recipe: RecipePart
     calibration: CalibrationPart
     tokenizer: TokenizerPart
-    tp_size: PositiveInt
-    pp_size: PositiveInt
+    tp_size: RankCount
+    pp_size: RankCount
     dtype: Literal["float16", "bfloat16"]
     kv_dtype: Literal["float16", "bfloat16", "int8"]
     versions: dict[str, str]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,8 +20,14 @@ from harness.arch import Arch, check_device
 from harness.build.request import BuildRequest
 from harness.build.tensorrt_llm.checkpoint import TrtllmCheckpoint, build_trtllm_checkpoint, open_trtllm_checkpoint
 from harness.build.tensorrt_llm.engine import build_gpu_engine
-from harness.build.tensorrt_llm.families import check_family
-from harness.build.tensorrt_llm.limits import LimitWishes, choose_limits, rank_ledger
+from harness.build.tensorrt_llm.families import LATENT_CAVEAT, LATENT_FAMILY, check_family
+from harness.build.tensorrt_llm.limits import (
+    DEFAULT_NUM_TOKENS,
+    NUM_LOGIT_TOKENS,
+    LimitWishes,
+    choose_limits,
+    rank_ledger,
+)
 from harness.build.tensorrt_llm.pytorch_folder import build_pytorch_folder
 from harness.build.tensorrt_llm.pytorch_limits import BACKEND as PYTORCH
 from harness.build.tensorrt_llm.pytorch_limits import check_expressible
@@ -31,6 +37,7 @@ from harness.build.tensorrt_llm.versions import installed, missing_for_engines
 from harness.console import printable
 from harness.errors import BuildError, DeviceError, HarnessError, UsageError
 from harness.ledger import gib
+from harness.manifest import MOST_RANKS
 from harness.nvml import GpuDevice, devices
 from harness.recipe import Precision, Recipe
 from harness.spec import ModelSpec
@@ -38,7 +45,10 @@ from harness.weight_source import some
 
 BACKENDS = ("tensorrt-llm", PYTORCH)
 STAGES = ("all", "checkpoint", "engine")
-_MOST_RANKS = 1024
+_INT8_KV = (
+    "an int8 KV cache halves KV memory, and TensorRT-LLM then has no paged context attention: no reuse of prefixes, "
+    "and no prompt longer than --max-num-tokens"
+)
 _PROBE = Recipe(name="int4 everywhere", rules=(("*", Precision.parse("int4")),))
 
 
@@ -68,23 +78,26 @@ class GpuRequest:
             if value not in allowed:
                 raise UsageError(f"unknown {flag} {value!r}", f"allowed: {', '.join(allowed)}")
         for flag, size in (("--tp", self.tp_size), ("--pp", self.pp_size)):
-            if not 1 <= size <= _MOST_RANKS:
-                raise UsageError(f"{flag} is {size}", f"allowed: 1 to {_MOST_RANKS}")
+            if not 1 <= size <= MOST_RANKS:
+                raise UsageError(f"{flag} is {size}", f"allowed: 1 to {MOST_RANKS}")
         self.options()
+        engine_flags = self.engine_flags()
         if self.backend == PYTORCH:
-            engine_flags = {
-                "--stage": self.stage != STAGES[0],
-                "--pp": self.pp_size != 1,
-                "--lookahead": self.lookahead is not None,
-                "--context-logits": self.context_logits,
-                "--max-batch-size, --max-num-tokens or --max-model-len": self.wishes != LimitWishes(),
-            }
-            for flag, is_given in engine_flags.items():
-                if is_given:
-                    raise UsageError(
-                        f"{flag} is of engines, --backend {PYTORCH} builds none",
-                        "give it to trtllm-serve, which loads the folder",
-                    )
+            engine_flags += [*["--stage"] * (self.stage != STAGES[0]), *["--pp"] * (self.pp_size != 1)]
+            if engine_flags:
+                raise UsageError(
+                    f"{engine_flags[0]} is of engines, --backend {PYTORCH} builds none",
+                    "give it to trtllm-serve, which loads the folder",
+                )
+        elif engine_flags and self.stage == "checkpoint":
+            raise UsageError(
+                f"{engine_flags[0]} is of engines, --stage checkpoint builds none", "give it with --stage engine"
+            )
+
+    def engine_flags(self) -> list[str]:
+        """What was asked of the engine, and not of its checkpoint, as a command line gives it."""
+        ahead = ["--lookahead", self.lookahead] if self.lookahead is not None else []
+        return [*ahead, *["--context-logits"] * self.context_logits, *self.wishes.flags()]
 
     def options(self) -> EngineOptions:
         """What the engine can do besides."""
@@ -125,11 +138,7 @@ def build_for_gpu(
     if gpu.backend == PYTORCH:
         return _pytorch_folder(request, gpu, arch, out, console)
     if gpu.kv_dtype == "int8":
-        console.print(
-            "an int8 KV cache halves KV memory, and TensorRT-LLM then has no paged context attention: no reuse of "
-            "prefixes, and no prompt longer than --max-num-tokens",
-            soft_wrap=True,
-        )
+        console.print(_INT8_KV, soft_wrap=True)
     if arch.caveat:
         console.print(f"{arch.name}: {arch.caveat}", soft_wrap=True)
     if gpu.stage == "engine":
@@ -140,7 +149,7 @@ def build_for_gpu(
     lacking = _lacking(arch, gpu.num_ranks)
     if lacking is None:
         return _engine(checkpoint, gpu, arch, out, console, engines_dir=Path("engines"))
-    _say_what_is_left(checkpoint, arch, lacking, console)
+    _say_what_is_left(checkpoint, gpu, arch, out, lacking, console)
     return GpuOutcome(path=checkpoint.path, kind="checkpoint", reused=reused)
 
 
@@ -148,7 +157,14 @@ def _checkpoint(
     request: BuildRequest, gpu: GpuRequest, arch: Arch, out: Path | None, console: Console
 ) -> tuple[TrtllmCheckpoint, bool]:
     if request.checkpoint is not None and (request.checkpoint / RECORD_NAME).is_file():
-        return _given_checkpoint(request), True
+        if out is not None:
+            raise UsageError(
+                f"{request.checkpoint} is a TensorRT-LLM checkpoint already, nothing is made for --out",
+                "build its engine: --stage engine",
+            )
+        checkpoint = _given_checkpoint(request)
+        _check_agrees(gpu, checkpoint.record)
+        return checkpoint, True
 
     def check(spec: ModelSpec, resolved: Mapping[str, Precision] | None) -> None:
         if resolved is None and gpu.pp_size > 1:
@@ -156,6 +172,8 @@ def _checkpoint(
                 "--pp needs equal precisions in each stage, which a search for a mix does not keep",
                 "divide each layer with --tp, or give a --recipe or --precision",
             )
+        if spec.architecture == LATENT_FAMILY:
+            console.print(LATENT_CAVEAT, soft_wrap=True)
         check_family(
             spec,
             arch,
@@ -220,12 +238,23 @@ def _engine(
     record = checkpoint.record
     num_ranks = record.tp_size * record.pp_size
     _check_agrees(gpu, record)
+    int8_kv = record.kv_dtype == "int8"
+    if int8_kv and gpu.kv_dtype != "int8":
+        console.print(_INT8_KV, soft_wrap=True)
     resolved = {module: Precision.parse(text) for module, text in record.recipe.layers.items()}
-    check_family(checkpoint.spec, arch, resolved, tp_size=record.tp_size, pp_size=record.pp_size, kv_dtype=gpu.kv_dtype)
+    check_family(
+        checkpoint.spec,
+        arch,
+        resolved,
+        tp_size=record.tp_size,
+        pp_size=record.pp_size,
+        kv_dtype="int8" if int8_kv else "auto",
+    )
     if lacking := _lacking(arch, num_ranks):
         raise lacking
     found = devices()[:num_ranks]
-    options = gpu.options()
+    options = replace(gpu.options(), paged_context=not int8_kv)
+    num_tokens = NUM_LOGIT_TOKENS if options.context_logits else DEFAULT_NUM_TOKENS
     ledger = rank_ledger(
         checkpoint.spec,
         resolved,
@@ -233,6 +262,7 @@ def _engine(
         pp_size=record.pp_size,
         kv_dtype=record.kv_dtype,
         memory_bytes=min(device.total_bytes for device in found),
+        num_logit_tokens=(gpu.wishes.max_num_tokens or num_tokens) if options.context_logits else 0,
     )
     limits = choose_limits(
         checkpoint.spec,
@@ -240,6 +270,7 @@ def _engine(
         gpu.wishes,
         chunked_context=options.paged_context,
         num_draft_tokens=options.lookahead.num_draft_tokens if options.lookahead else 0,
+        num_tokens=num_tokens,
     )
     console.print(
         f"limits: {limits.max_batch_size} sequences and {limits.max_num_tokens:,} tokens a step, context "
@@ -267,7 +298,7 @@ def _engine(
 def _check_agrees(gpu: GpuRequest, record: TrtllmCheckpointRecord) -> None:
     """Refuse flags that the checkpoint has decided otherwise."""
     for flag, given, made, unsaid in (
-        ("--kv-cache-dtype", gpu.kv_cache_dtype, "int8" if record.kv_dtype == "int8" else "auto", None),
+        ("--kv-cache-dtype", gpu.kv_cache_dtype, "int8" if record.kv_dtype == "int8" else "auto", "auto"),
         ("--tp", gpu.tp_size, record.tp_size, 1),
         ("--pp", gpu.pp_size, record.pp_size, 1),
     ):
@@ -303,12 +334,15 @@ def _lacking(arch: Arch, num_ranks: int) -> HarnessError | None:
     return None
 
 
-def _say_what_is_left(checkpoint: TrtllmCheckpoint, arch: Arch, lacking: HarnessError, console: Console) -> None:
-    folder = shlex.quote(str(checkpoint.path))
+def _say_what_is_left(
+    checkpoint: TrtllmCheckpoint, gpu: GpuRequest, arch: Arch, out: Path | None, lacking: HarnessError, console: Console
+) -> None:
+    to = [] if out is None else ["--out", str(out)]
+    flags = shlex.join(["--checkpoint", str(checkpoint.path), *gpu.engine_flags(), *to])
     for line in (
         f"the engine is left to do: {lacking.message}",
         f"copy the folder to a machine with {arch.describe()} and TensorRT-LLM, and there:",
-        f"  harness-build --arch {arch.name} --stage engine --checkpoint {folder}",
+        f"  harness-build --arch {arch.name} --stage engine {flags}",
     ):
         console.print(printable(line), soft_wrap=True)
 

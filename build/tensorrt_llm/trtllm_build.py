@@ -43,19 +43,24 @@ class Lookahead:
         """Read `W,N,G`, such as `7,7,7`.
 
         Raises:
-            UsageError: not three numbers from 1 to 64.
+            UsageError: not three numbers that TensorRT-LLM can run: W from 1, N from 2, G from 0, each up to 64.
         """
         found = re.fullmatch(r"(\d{1,2}),(\d{1,2}),(\d{1,2})", text)
         sizes = [int(size) for size in found.groups()] if found else []
-        if not sizes or not all(1 <= size <= 64 for size in sizes):
-            raise UsageError(f"--lookahead {text!r} is not W,N,G", "three numbers from 1 to 64; 7,7,7 is a good start")
+        if not sizes or not all(least <= size <= 64 for least, size in zip((1, 2, 0), sizes, strict=True)):
+            raise UsageError(
+                f"--lookahead {text!r} is not W,N,G", "W from 1, N from 2, G from 0, up to 64; 7,7,7 is a good start"
+            )
         return cls(window=sizes[0], ngram=sizes[1], verification=sizes[2])
 
     @property
     def num_draft_tokens(self) -> int:
         """Most tokens drafted in a step, as TensorRT-LLM counts them for `--max_draft_len`."""
         guesses = (self.window - 1 + self.verification) * (self.ngram - 1)
-        return guesses + max(0, self.ngram - 2)
+        return guesses + self.ngram - 2
+
+    def __str__(self) -> str:
+        return f"{self.window},{self.ngram},{self.verification}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,13 +161,15 @@ def is_fallback(line: str) -> bool:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
+    try:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
             process.wait(_PATIENCE_S)
-        except subprocess.TimeoutExpired:
+    finally:  # workers may outlive it, and would keep the GPU's memory
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
 
 
 def _failure(program: str, code: int, last: Sequence[str]) -> BuildError:

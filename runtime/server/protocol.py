@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from harness.errors import RequestError
-from harness.runtime.request import SamplingParams
+from harness.runtime.request import DEFAULT_PRIORITY, SamplingParams
 
 MAX_BODY_BYTES = 8 << 20
 MAX_MESSAGES = 4096
@@ -160,6 +160,7 @@ class _CompletionFields(_Strict):
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] = []
     cache_salt: Annotated[Text, Field(max_length=256)] = ""
+    priority: Annotated[float, Field(ge=0, le=1)] = DEFAULT_PRIORITY
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> _CompletionFields:

@@ -152,6 +152,7 @@ class CompletionService:
                 prompt_token_ids=prompt.token_ids,
                 sampling=body.sampling_params(room if wanted is None else min(wanted, room)),
                 cache_salt=salt,
+                priority=body.priority,
             )
             stream = TextStream(self._tokenizer, stop=body.stop, splitter=prompt.splitter, echo=prompt.echo)
             completions.append(Completion(endpoint=endpoint, started=started, request=request, stream=stream))

@@ -101,7 +101,12 @@ class TrtllmCore:
         prompt = request.prompt_token_ids
         if request.request_id in self._ids:
             raise RequestError(f"request id {request.request_id!r} is in use", code="duplicate_request_id")
-        check_request(request, max_model_len=self._config.max_model_len, vocab_size=self._mapper.vocab_size)
+        check_request(
+            request,
+            max_model_len=self._config.max_model_len,
+            vocab_size=self._mapper.vocab_size,
+            has_priorities=True,
+        )
         if len(prompt) > self._max_prompt_len:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens; this engine takes {self._max_prompt_len}",

@@ -124,8 +124,8 @@ def make_executor(api: Any, config: ResolvedConfig, engine: GpuPart, gpu: GpuCon
     Raises:
         EngineError: TensorRT-LLM cannot; what it said.
     """
-    settings = executor_config(api, engine, gpu, config.scheduler)
     try:
+        settings = executor_config(api, engine, gpu, config.scheduler)
         return api.Executor(config.engine_dir, api.ModelType.DECODER_ONLY, settings)
     except RuntimeError as error:
         raise EngineError(f"TensorRT-LLM cannot load the engine: {error}", "its log above says more") from error

@@ -104,6 +104,7 @@ class RequestMapper:
             ),
             end_id=first,
             stop_words=stop_words or None,
+            priority=request.priority,
             cache_salt_id=salt_id(request.cache_salt),
         )
 

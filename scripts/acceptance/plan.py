@@ -91,9 +91,9 @@ def _small(name: str, wishes: Wishes) -> Variant:
 
 
 def _baseline(wishes: Wishes, served: Variant) -> Variant | None:
-    """What the served engine is measured against: the same model in 16 bits; None where only a checkpoint is given."""
+    """What the served engine is measured against: the same model in 16 bits; None where that cannot be."""
     model = wishes.model if served.name == "model" else str(SMALL_MODEL)
-    if model is None:
+    if model is None or served.tp > 1:  # a report measures engines of one GPU
         return None
     source = ("--model", model, "--precision", "f16")
     return Variant(name="baseline", work=wishes.work, source=source, tp=served.tp, engine_flags=_MEASURABLE)

@@ -24,6 +24,9 @@ GIB = 2**30
 RESERVE_FRACTION = 0.12
 """Share of memory kept for activations, compiled code, buffers and fragmentation; 10-15 % is usual."""
 
+GPU_KV_FRACTION = 0.9
+"""Share of the GPU memory left beside weights and reserve that KV takes, unless a server is told otherwise."""
+
 TOKENS_PER_BLOCK = 32
 """Tokens in one KV block: fixed by OpenVINO's paged attention on a CPU."""
 

@@ -27,6 +27,9 @@ _COPY_AGAIN = "copy the engine again, or rebuild it"
 
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 PositiveInt = Annotated[int, Field(gt=0)]
+MOST_RANKS = 64
+"""GPUs that share layers, or that layers are shared over."""
+RankCount = Annotated[int, Field(gt=0, le=MOST_RANKS)]
 Versioned = TypeVar("Versioned", bound=BaseModel)
 
 
@@ -136,8 +139,8 @@ class GpuPart(_Part):
         checkpoint_id: of the TensorRT-LLM checkpoint that was built.
     """
 
-    tp_size: PositiveInt
-    pp_size: PositiveInt
+    tp_size: RankCount
+    pp_size: RankCount
     dtype: Literal["float16", "bfloat16"]
     kv_dtype: Literal["float16", "bfloat16", "int8"]
     prefix_reuse: bool
@@ -145,7 +148,7 @@ class GpuPart(_Part):
     max_batch_size: PositiveInt
     max_num_tokens: PositiveInt
     max_input_len: PositiveInt
-    lookahead: tuple[PositiveInt, PositiveInt, PositiveInt] | None
+    lookahead: tuple[PositiveInt, PositiveInt, Annotated[int, Field(ge=0)]] | None
     context_logits: bool
     build_flags: list[str]
     checkpoint_id: str

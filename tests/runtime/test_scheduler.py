@@ -9,7 +9,7 @@ import pytest
 
 from harness.errors import OverloadedError, RequestError
 from harness.runtime.executor import TOKENS_PER_BLOCK, SchedulerOutput
-from harness.runtime.request import FinishReason, Request, SamplingParams, TokenChunk, TokenLogprob
+from harness.runtime.request import DEFAULT_PRIORITY, FinishReason, Request, SamplingParams, TokenChunk, TokenLogprob
 from harness.runtime.sampler import SampledToken
 from harness.runtime.scheduler import Scheduler, SchedulerConfig
 
@@ -75,6 +75,15 @@ def run_to_end(scheduler: Scheduler) -> list[TokenChunk]:
 def test_limits_are_checked(limits: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_scheduler(**limits)
+
+
+def test_a_queue_that_knows_no_priorities_says_so() -> None:
+    urgent = Request(
+        request_id="r", prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=1), priority=DEFAULT_PRIORITY + 0.1
+    )
+    with pytest.raises(RequestError, match="in turn") as refused:
+        make_scheduler().add(urgent)
+    assert refused.value.param == "priority"
 
 
 def test_one_request_from_prompt_to_last_token() -> None:

@@ -501,6 +501,16 @@ def test_tenants_get_different_salts(plain_server: Any) -> None:
     assert "A" not in first
 
 
+def test_a_priority_reaches_the_engine(plain_server: Any) -> None:
+    server = plain_server
+    for priority in (None, 0.9):
+        body = {"model": "scripted", "prompt": "Hi"} | ({} if priority is None else {"priority": priority})
+        assert server.client.post("/v1/completions", json=body).status_code == 200
+    assert [request.priority for request in server.backend.requests] == [0.5, 0.9]
+    refused = server.client.post("/v1/completions", json={"model": "scripted", "prompt": "Hi", "priority": 2})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+
+
 def test_models_health_ready_cache_stats(plain_server: Any) -> None:
     server = plain_server
     model = server.client.get("/v1/models").json()["data"][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import sys
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 from cli_process import Done
 from fake_nvml import FakeGpu, a100, h100, install
+from trtllm_models import LLAMA, MIXED, recipe_of, write_model, write_quantized
 
 from harness.manifest import EngineManifest, read_manifest, verify_files
+from harness.tokenizer import TokenizerFiles
 
 Build = Callable[..., Done]
 FAKE = Path(__file__).with_name("fake_trtllm_build.py")
@@ -42,6 +45,13 @@ def model(tiny_llama_path: Path, tmp_path: Path) -> Path:
     path = tmp_path / "model"
     shutil.copytree(tiny_llama_path, path)
     return path
+
+
+@pytest.fixture
+def quantized_llama(tmp_path: Path, make_tokenizer: Callable[..., TokenizerFiles]) -> Path:
+    """A quantized checkpoint of a random model."""
+    model = write_model(tmp_path / "random", LLAMA, make_tokenizer())
+    return write_quantized(model, tmp_path / "quantized", recipe_of(*MIXED))
 
 
 def engine_of(done: Done, folder: Path) -> tuple[Path, EngineManifest]:
@@ -87,6 +97,9 @@ def test_two_halves_on_two_machines_make_the_same_engine(
     assert left.code == 0
     assert "the engine is left to do" in left.err
     assert "--stage engine --checkpoint" in left.err
+    ahead = build("--model", model, *asked, "--lookahead", "7,7,7", "--max-batch-size", 3, "--out", "my engine")
+    command = next(line for line in ahead.err.splitlines() if "--stage engine" in line)
+    assert shlex.split(command)[-6:] == ["--lookahead", "7,7,7", "--max-batch-size", "3", "--out", "my engine"]
     half = build("--model", model, *asked, "--stage", "checkpoint")
     assert half.out == left.out
     copied = tmp_path / "copied"
@@ -114,6 +127,78 @@ def test_flags_that_the_checkpoint_has_decided_otherwise_are_refused(
     gpu_machine(h100(0), h100(1))
     asked = ("--arch", "sm_90", "--stage", "engine", "--checkpoint", half.out.strip())
     build(*asked, *flags).says(*words, code=2)
+
+
+def test_a_checkpoint_is_not_made_again(build: Build, model: Path) -> None:
+    half = build("--model", model, "--precision", "f16", "--arch", "sm_90", "--stage", "checkpoint").out.strip()
+    asked = ("--checkpoint", half, "--arch", "sm_90", "--stage", "checkpoint")
+    build(*asked, "--out", "other").says("a TensorRT-LLM checkpoint already", "--stage engine", code=2)
+    build(*asked, "--tp", 4).says("--tp is 4", "made with 1", code=2)
+
+
+def test_an_engine_with_an_int8_kv_cache_says_what_it_lost(
+    build: Build, gpu_machine: Callable[..., None], tmp_path: Path, quantized_llama: Path
+) -> None:
+    asked = ("--checkpoint", quantized_llama, "--arch", "sm_90", "--kv-cache-dtype", "int8")
+    left = build(*asked)
+    assert "no reuse of prefixes" in left.err
+    command = next(line for line in left.err.splitlines() if "--stage engine" in line)
+    gpu_machine(h100(0))
+    done = build(*shlex.split(command)[1:])
+    _, manifest = engine_of(done, tmp_path)
+    assert "no reuse of prefixes" in done.err
+    assert manifest.gpu is not None
+    assert manifest.gpu.kv_dtype == "int8"
+    assert not manifest.gpu.prefix_reuse
+    assert not manifest.gpu.chunked_context
+    assert manifest.gpu.max_input_len <= manifest.gpu.max_num_tokens
+
+
+def test_forged_records_are_refused(build: Build, model: Path, gpu_machine: Callable[..., None]) -> None:
+    half = Path(build("--model", model, "--precision", "f16", "--arch", "sm_90", "--stage", "checkpoint").out.strip())
+    gpu_machine(h100(0))
+    record = half / "trtllm-checkpoint.json"
+    written = json.loads(record.read_text("utf-8"))
+    for change, words in (
+        ({"tp_size": 10**9, "pp_size": 10**9}, ["tp_size"]),
+        ({"tp_size": 2}, ["lists no rank1"]),
+        ({"kv_dtype": "int8"}, ["kv_cache_quant_algo", "was recorded"]),
+        ({"dtype": "float16"}, ["dtype of config.json is 'bfloat16'"]),
+        ({"recipe": written["recipe"] | {"layers": {"nonsense": "int4-g128"}}}, ["its recipe is not of this"]),
+    ):
+        record.write_text(json.dumps(written | change), encoding="utf-8")
+        build("--arch", "sm_90", "--stage", "engine", "--checkpoint", half).says(*words)
+
+
+def test_a_name_in_a_record_is_no_path(
+    build: Build, model: Path, gpu_machine: Callable[..., None], tmp_path: Path
+) -> None:
+    half = Path(build("--model", model, "--precision", "f16", "--arch", "sm_90", "--stage", "checkpoint").out.strip())
+    record = half / "trtllm-checkpoint.json"
+    written = json.loads(record.read_text("utf-8"))
+    written["model"]["name"] = "../../evil"
+    record.write_text(json.dumps(written), encoding="utf-8")
+    gpu_machine(h100(0))
+    path, _ = engine_of(build("--arch", "sm_90", "--stage", "engine", "--checkpoint", half), tmp_path)
+    assert path.parent.parent == tmp_path / "engines"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["del built['max_batch_size']", "built['max_num_tokens'] = '8192'", "del built['plugin_config']"],
+)
+def test_an_engine_that_is_not_as_known_is_refused(
+    damage: str, build: Build, model: Path, gpu_machine: Callable[..., None], tmp_path: Path
+) -> None:
+    gpu_machine(h100(0))
+    path = tmp_path / "programs" / "fake.py"
+    path.write_text(FAKE.read_text("utf-8").replace("    for rank in range(", f"    {damage}\n    for rank in range("))
+    builder = tmp_path / "programs" / "trtllm-build"
+    builder.write_text(builder.read_text().replace(str(FAKE), str(path)))
+    done = build("--model", model, "--precision", "f16", "--arch", "sm_90")
+    assert done.code == 1
+    assert "not as known" in done.err
+    assert not list(tmp_path.glob("engines/*/sm_90-*"))
 
 
 def test_what_is_drafted_and_measured_stands_in_the_manifest(
@@ -183,6 +268,8 @@ def test_the_devices_that_are_here_must_fit(
         (["--arch", "sm_90", "--lookahead", "7"], ["is not W,N,G"]),
         (["--arch", "sm_90", "--lookahead", "2,2,2", "--context-logits"], ["exclude each other"]),
         (["--arch", "sm_90", "--backend", "trtllm-pytorch", "--pp", "2"], ["--pp is of engines"]),
+        (["--arch", "sm_90", "--stage", "checkpoint", "--max-batch-size", "4"], ["--max-batch-size is of engines"]),
+        (["--arch", "sm_90", "--tp", "65"], ["--tp is 65", "1 to 64"]),
         (["--arch", "sm_90", "--stage", "engine"], ["builds from a TensorRT-LLM checkpoint"]),
         (["--arch", "sm_100"], ["sm_100 (B200, GB200)", "--precision f16"]),
         (["--arch", "sm_999"], ["unknown arch 'sm_999'"]),

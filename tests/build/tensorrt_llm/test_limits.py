@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from harness.build.tensorrt_llm.limits import (
@@ -13,7 +16,9 @@ from harness.build.tensorrt_llm.limits import (
 )
 from harness.errors import CapacityError, UsageError
 from harness.ledger import GIB, Ledger
+from harness.manifest import EngineManifest, FilePart, GpuPart
 from harness.recipe import Precision, Recipe
+from harness.runtime.config import EngineConfig
 from harness.spec import ModelSpec
 
 QWEN_7B = ModelSpec.from_hf_config(
@@ -95,7 +100,7 @@ def test_ranks_share_the_decoder_and_keep_the_ends() -> None:
 
 
 def test_what_fits_is_chosen() -> None:
-    chosen = choose_limits(QWEN_7B, ledger(80), LimitWishes(), chunked_context=True)
+    chosen = choose_limits(QWEN_7B, ledger(141), LimitWishes(), chunked_context=True)
     assert chosen.max_seq_len == chosen.max_input_len == 131072
     assert chosen.max_batch_size == 256
     assert chosen.max_num_tokens == 8192
@@ -111,7 +116,7 @@ def test_without_chunks_a_prompt_must_fit_one_step() -> None:
 
 
 def test_drafts_count_as_tokens_of_a_step() -> None:
-    chosen = choose_limits(QWEN_7B, ledger(80), LimitWishes(), chunked_context=True, num_draft_tokens=83)
+    chosen = choose_limits(QWEN_7B, ledger(141), LimitWishes(), chunked_context=True, num_draft_tokens=83)
     assert chosen.max_num_tokens == 256 * 84
     wishes = LimitWishes(max_batch_size=64, max_num_tokens=1000)
     with pytest.raises(UsageError, match="less than a step of 64 sequences needs"):
@@ -145,7 +150,46 @@ def test_the_length_that_is_advised_fits() -> None:
     )
 
 
-@pytest.mark.parametrize("wish", [{"max_batch_size": 0}, {"max_num_tokens": 1}, {"max_model_len": 1}])
+@pytest.mark.parametrize("memory", [20, 24, 40, 80])
+def test_what_is_built_can_be_served_with_defaults(memory: int, make_manifest: Callable[..., EngineManifest]) -> None:
+    """On the same card, when CUDA has taken a gigabyte of it, of an engine a little larger than its weights."""
+    f16 = resolved(QWEN_7B, "f16")
+    planned = rank_ledger(QWEN_7B, f16, tp_size=1, pp_size=1, kv_dtype="bfloat16", memory_bytes=memory * GIB)
+    chosen = choose_limits(QWEN_7B, planned, LimitWishes(), chunked_context=True)
+    gpu = GpuPart(
+        tp_size=1,
+        pp_size=1,
+        dtype="bfloat16",
+        kv_dtype="bfloat16",
+        prefix_reuse=True,
+        chunked_context=True,
+        max_batch_size=chosen.max_batch_size,
+        max_num_tokens=chosen.max_num_tokens,
+        max_input_len=chosen.max_input_len,
+        lookahead=None,
+        context_logits=False,
+        build_flags=[],
+        checkpoint_id="c",
+    )
+    manifest = make_manifest(arch="sm_90", max_model_len=chosen.max_seq_len)
+    kv = manifest.kv.model_copy(update={"bytes_per_token": {"fast": planned.kv_bytes_per_token}})
+    engine = FilePart(sha256="0" * 64, num_bytes=planned.weights_bytes + GIB // 4)
+    manifest = manifest.model_copy(update={"gpu": gpu, "kv": kv, "files": {"rank0.engine": engine}})
+    served = EngineConfig(engine_dir=Path("e")).resolve(manifest, available_bytes=(memory - 1) * GIB, num_cores=1)
+    assert served.max_model_len == chosen.max_seq_len
+
+
+def test_logits_of_prompts_take_room() -> None:
+    f16 = resolved(QWEN_7B, "f16")
+    sizes = {"tp_size": 1, "pp_size": 1, "kv_dtype": "bfloat16", "memory_bytes": 24 * GIB}
+    plain, measured = (rank_ledger(QWEN_7B, f16, num_logit_tokens=n, **sizes) for n in (0, 2048))  # type: ignore[arg-type]
+    assert plain.kv_cache_bytes - measured.kv_cache_bytes == pytest.approx(0.9 * 2048 * 152064 * 4, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [{"max_batch_size": 0}, {"max_num_tokens": 1}, {"max_model_len": 1}, {"max_batch_size": 1 << 31}],
+)
 def test_a_limit_out_of_range_is_refused(wish: dict[str, int]) -> None:
     with pytest.raises(UsageError, match="allowed"):
         LimitWishes(**wish)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import stat
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from harness.build.tensorrt_llm.limits import EngineLimits
@@ -50,7 +52,13 @@ def test_logits_of_prompts_and_drafts_exclude_each_other() -> None:
         EngineOptions(context_logits=True, lookahead=Lookahead.parse("2,2,2"))
 
 
-@pytest.mark.parametrize("text", ["7", "7,7", "7,7,7,7", "0,7,7", "65,1,1", "a,b,c", "7, 7, 7", "-1,2,3"])
+def test_lookahead_without_a_verification_set_can_be_run() -> None:
+    assert Lookahead.parse("4,3,0").num_draft_tokens == 7
+
+
+@pytest.mark.parametrize(
+    "text", ["7", "7,7", "7,7,7,7", "0,7,7", "65,2,2", "5,1,3", "1,1,0", "a,b,c", "7, 7, 7", "-1,2,3"]
+)
 def test_lookahead_is_three_small_numbers(text: str) -> None:
     with pytest.raises(UsageError, match="is not W,N,G"):
         Lookahead.parse(text)
@@ -112,6 +120,20 @@ def test_a_builder_that_is_not_there_points_at_the_doctor(tmp_path: Path) -> Non
     with pytest.raises(BuildError, match="not on PATH") as refused:
         run_trtllm_build(["trtllm-build"], tmp_path / "log", lambda _: None)
     assert "harness-build doctor" in refused.value.hint
+
+
+def test_workers_that_heed_no_signal_are_killed(builder: Path) -> None:
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt
+
+    worker = f"sh -c 'trap \"\" TERM; echo $$ > {builder}/pid; echo begun; while true; do sleep 0.1; done'"
+    with pytest.raises(KeyboardInterrupt):
+        run_trtllm_build(program(builder, f"{worker} & wait"), builder / "log", interrupt)
+    pid = int((builder / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_an_interrupted_builder_does_not_go_on_alone(builder: Path) -> None:
