@@ -105,6 +105,7 @@ class Bound:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         assert self._init is not None, f"{type(self).__name__} is made by the executor alone"
         values = bind(self._init, type(self).__name__, self._module, *args, **kwargs)
+        object.__setattr__(self, "arguments", values)
         object.__setattr__(self, "_values", dict.fromkeys(self._listed) | values)
 
     @classmethod

@@ -86,7 +86,8 @@ def test_requests_are_streamed_with_the_figures_that_usage_needs() -> None:
 
 def test_a_priority_is_the_executors() -> None:
     request = Request(request_id="r", prompt_token_ids=[5], sampling=SamplingParams(max_tokens=1), priority=0.75)
-    assert mapper().request(request, 1).priority == 0.75
+    made = mapper().request(request, 1)
+    assert made.arguments["priority"] == 0.75
 
 
 def test_a_salt_is_always_the_same_number_and_none_is_none() -> None:
