@@ -284,7 +284,11 @@ def build(
         is_asked=baseline is not None or suite is not None,
         console=console,
     )
-    console.print("serve it with:")
+    if failed:
+        console.print("more bits may pass (--bits 5, --precision int8), or calibration on more traffic")
+        console.print("serve it all the same with:")
+    else:
+        console.print("serve it with:")
     flag = " --allow-failed-quality" if failed else ""
     console.print(f"  harness-run server --engine {shlex.quote(str(engine_dir))}{flag}", soft_wrap=True)
     if failed:

@@ -104,6 +104,11 @@ def report_quality(request: QualityRequest, console: Console) -> Verdict:
         full=request.full,
     )
     report = _measure(plan, console)
+    if known.verdict not in ("not_run", report.verdict):
+        console.print(
+            f"the former verdict was {known.verdict}, of a {known.kind} report with "
+            f"{'this' if known.suite_sha256 == suite.sha256 else 'another'} suite; it is replaced"
+        )
     page = write_report(report, request.engine_dir)
     _tell(report, page, console)
     return report.verdict
@@ -263,7 +268,8 @@ def _tell_gates(report: QualityReport, console: Console) -> None:
     decisive: Sequence[Verdict] = ("fail", "warn")
     for gate in sorted((g for g in report.gates if g.verdict in decisive), key=lambda g: decisive.index(g.verdict)):
         value = gate_format(gate.gate)(gate.value)
-        line = f"{gate.verdict}: {gate.gate} of {gate.where} is {value}: {gate.reason}"
+        reason = gate.reason.partition(": ")[0]  # why a limit is one stands in the page
+        line = f"{gate.verdict}: {gate.gate} of {gate.where} is {value}: {reason}"
         console.print(
             printable(" ".join(line.split())), soft_wrap=True
         )  # a terminal needs no spaces that hold together

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,6 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.console import printable
+
+if TYPE_CHECKING:
+    from harness.manifest import QualityPart
 
 QUALITY_PANEL = "Quality report"
 GATE_FAILED = 3
@@ -105,12 +108,21 @@ def inspect(
         "KV cache": f"{kv.kind}, {kv.num_layers} layers x {kv.num_kv_heads} heads x ({kv.key_dim} + {kv.value_dim}); "
         + ", ".join(f"{mode} {n:,} bytes a token" for mode, n in kv.bytes_per_token.items()),
         "context": f"{manifest.max_model_len:,} tokens",
-        "quality": manifest.quality.verdict,
+        "quality": _describe_quality(manifest.quality),
         "weights hash": manifest.model.content_hash,
     }
     for name, value in rows.items():
         table.add_row(name, Text(printable(value)))
     Console().print(table)
+
+
+def _describe_quality(part: QualityPart) -> str:
+    if part.verdict == "not_run":
+        return part.verdict
+    return (
+        f"{part.verdict} ({part.kind} report, suite {(part.suite_sha256 or '')[:12]}, beside engine "
+        f"{part.baseline_engine_id}): {part.report}"
+    )
 
 
 def verify(engine: EngineOption) -> None:

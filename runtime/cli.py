@@ -269,7 +269,8 @@ def chat(
         max_num_seqs=1,
         num_threads=threads,
     )
-    _, resolved = _resolve(config)
+    manifest, resolved = _resolve(config)
+    check_quality(config.engine_dir, manifest, allow_failed=True)
     backend = ProcessBackend(resolved)
     conversation = Chat(
         backend,

@@ -79,7 +79,7 @@ def judge_weights(weights: Sequence[ModuleError], gates: Gates) -> list[GateResu
     reason = f"not above {percent(limits.warn)}, and no module is farther off"
     if verdict != "pass":
         crossed = f"the limit of {percent(limits.fail)}" if verdict == "fail" else percent(limits.warn)
-        also = f", as {number_of(others, 'other module')} are" if others else ""
+        also = f", as {number_of(others, 'other module')} {'is' if others == 1 else 'are'}" if others else ""
         reason = f"above {crossed}{also}{f': {limits.why}' if limits.why else ''}"
     return [
         GateResult(
@@ -103,7 +103,10 @@ def judge_tasks(tasks: Sequence[TaskResult], gates: Gates) -> list[GateResult]:
         drops = {task.name: _negated(task.difference) for task in run}
         for task in run:
             judged = _judge("score drop", task.name, _widened(drops[task.name], len(drops)), limits, 0.0)
-            if judged.verdict == "pass" and is_too_small(task, gates):
+            if has_nothing_to_lose(task, gates):
+                nothing = f"; the baseline scores {percent(task.score_baseline)}, so that there is nothing to lose"
+                judged = judged.model_copy(update={"reason": judged.reason + nothing})
+            elif judged.verdict == "pass" and is_too_small(task, gates):
                 few = f"; so few items would not show a loss below {points(task.detectable_difference)}"
                 judged = judged.model_copy(update={"reason": judged.reason + few})
             results.append(judged)
@@ -114,8 +117,16 @@ def judge_tasks(tasks: Sequence[TaskResult], gates: Gates) -> list[GateResult]:
 
 def is_too_small(task: TaskResult, gates: Gates) -> bool:
     """Whether a task has too few items for a loss at its limit to show: that it passes means little."""
-    limits = gates.task_drop if task.layer == "tasks" else gates.adversarial_drop
-    return task.skipped is None and task.detectable_difference > limits.fail
+    return task.skipped is None and task.detectable_difference > _drop_limits(task, gates).fail
+
+
+def has_nothing_to_lose(task: TaskResult, gates: Gates) -> bool:
+    """Whether the baseline's own score is not above the loss that a gate allows: that the task passes means nothing."""
+    return task.skipped is None and task.score_baseline <= _drop_limits(task, gates).fail
+
+
+def _drop_limits(task: TaskResult, gates: Gates) -> Limits:
+    return gates.task_drop if task.layer == "tasks" else gates.adversarial_drop
 
 
 def _widened(interval: Interval, num_gates: int) -> Interval:

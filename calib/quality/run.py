@@ -25,7 +25,15 @@ from harness.calib.quality.engines import (
     serving_config,
     text_executor,
 )
-from harness.calib.quality.gates import is_too_small, judge_inputs, judge_tasks, judge_text, judge_weights, worst
+from harness.calib.quality.gates import (
+    has_nothing_to_lose,
+    is_too_small,
+    judge_inputs,
+    judge_tasks,
+    judge_text,
+    judge_weights,
+    worst,
+)
 from harness.calib.quality.items import Answer
 from harness.calib.quality.page import render_page
 from harness.calib.quality.report import (
@@ -53,6 +61,7 @@ from harness.tokenizer import Tokenizer
 
 REPORT_FOLDER = "quality"
 _MOST_NAMED = 4
+_FEW_TOKENS = 1500  # of a domain: with fewer, an interval rests on a few dozen stretches of text
 
 OnProgress = Callable[[str, int, int], None]
 """Called with what is being done, how many steps of it are done, and of how many."""
@@ -91,6 +100,11 @@ def measure_quality(plan: Measurement, on_progress: OnProgress) -> QualityReport
     compared = {name: open_measured(path) for name, path in plan.compared.items()}
     for other in (baseline, *compared.values()):
         _check_comparable(engine, other)
+    if _is_same(engine, baseline) and set(engine.manifest.recipe.layers.values()) != {"f16"}:
+        raise QualityError(
+            f"{engine.path} is its own baseline, which says nothing of what quantizing cost",
+            "give the f16 engine, the engine in production, or the model as --baseline",
+        )
     tasks = read_tasks(plan.suite) if plan.full else []
     domains = _domains(plan, engine)
     texts = _measure_texts(baseline, {"": engine, **compared}, domains, on_progress)
@@ -116,7 +130,7 @@ def measure_quality(plan: Measurement, on_progress: OnProgress) -> QualityReport
         machine=machine(engine.manifest),
         versions=engine.manifest.versions | {"harness": harness.__version__},
         suite=_suite_summary(plan),
-        baseline_is_engine=engine.manifest.engine_id == baseline.manifest.engine_id,
+        baseline_is_engine=_is_same(engine, baseline),
         gates=gates,
         table=table,
         text=text,
@@ -146,6 +160,10 @@ def write_report(report: QualityReport, engine_dir: Path) -> Path:
     )
     write_manifest(engine_dir, read_manifest(engine_dir).model_copy(update={"quality": part}))
     return page
+
+
+def _is_same(engine: MeasuredEngine, other: MeasuredEngine) -> bool:
+    return engine.manifest.engine_id == other.manifest.engine_id
 
 
 def _check_comparable(engine: MeasuredEngine, other: MeasuredEngine) -> None:
@@ -312,10 +330,19 @@ def _notes(manifest: EngineManifest, text: TextResult, tasks: Sequence[TaskResul
         )
     if skipped := [task.name for task in tasks if task.skipped is not None]:
         notes.append(f"Not run: {', '.join(skipped)}.")
+    num_run = sum(task.skipped is None for task in tasks)
+    if blind := [task.name for task in tasks if has_nothing_to_lose(task, gates)]:
+        notes.append(
+            f"The baseline itself scores next to nothing on {', '.join(blind)}: there is nothing to lose, and that "
+            "these pass means nothing."
+        )
+    if short := [domain for domain in text.domains if domain.num_tokens < _FEW_TOKENS]:
+        named = ", ".join(f"{domain.domain} ({number_of(domain.num_tokens, 'token')})" for domain in short)
+        notes.append(f"There is little text: {named}. Add some to the suite before you rely on its figures.")
     if small := [task for task in tasks if is_too_small(task, gates)]:
         shown = [f"{task.name} (nothing below {points(task.detectable_difference)})" for task in small[:_MOST_NAMED]]
         notes.append(
-            f"{number_of(len(small), 'task')} of {len(tasks)} would not show a loss at the limit, for lack of items: "
+            f"{number_of(len(small), 'task')} of {num_run} would not show a loss at the limit, for lack of items: "
             f"{', '.join(shown)}{', …' if len(small) > _MOST_NAMED else ''}. That such a task passes means little."
         )
     return notes

@@ -100,8 +100,15 @@ def _summary(rounds: Sequence[_Round], prompt_tokens: int, num_generated: int) -
         num_rounds=len(rounds),
         ttft_s=_spread([r.ttft_s for r in rounds]),
         tpot_s=_spread([r.tpot_s for r in rounds]),
-        tokens_per_s=_spread([num_generated / r.total_s for r in rounds]),
+        tokens_per_s=_rate(num_generated, [r.total_s for r in rounds]),
         peak_memory_bytes=max(peaks, default=None),
+    )
+
+
+def _rate(num_tokens: int, seconds: Sequence[float]) -> Spread:
+    """Tokens a second; the mean is of all rounds together, as those of the times are, so that the figures agree."""
+    return Spread(
+        mean=num_tokens * len(seconds) / sum(seconds), low=num_tokens / max(seconds), high=num_tokens / min(seconds)
     )
 
 

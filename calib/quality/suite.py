@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,8 +17,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from harness.errors import SuiteError
 
@@ -26,6 +27,7 @@ _MOST_BYTES = 64 << 20  # of one file
 _MOST_NAMED = 5  # faults in one message
 
 Limit = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class _Part(BaseModel):
@@ -39,12 +41,25 @@ class Limits(_Part):
     fail: Limit
     why: str = ""
 
+    @model_validator(mode="after")
+    def _warns_first(self) -> Limits:
+        if self.warn > self.fail:
+            raise PydanticCustomError("limits", "warn is above fail, so that nothing ever warns")
+        return self
+
+
+class Shares(Limits):
+    """Limits on a share: 0.02 is 2 %."""
+
+    warn: Share
+    fail: Share
+
 
 class SmallModels(_Part):
     """Limits of models below so many parameters."""
 
     below_parameters: Annotated[int, Field(gt=0)]
-    perplexity_change: Limits
+    perplexity_change: Shares
 
 
 class Gates(_Part):
@@ -53,12 +68,12 @@ class Gates(_Part):
     Without `small_models` the limits of `perplexity_change` are for models of all sizes.
     """
 
-    perplexity_change: Limits
+    perplexity_change: Shares
     small_models: SmallModels | None = None
     kl_divergence: Limits
-    weight_error: Limits
-    task_drop: Limits
-    adversarial_drop: Limits
+    weight_error: Shares
+    task_drop: Shares
+    adversarial_drop: Shares
 
 
 class TextAmount(_Part):
@@ -128,6 +143,13 @@ class SuiteFile(_Part):
     speed: Speed = Speed()
     system_prompts: list[str] = []  # files
     tasks: list[TaskEntry] = []
+
+    @model_validator(mode="after")
+    def _names_are_their_own(self) -> SuiteFile:
+        twice = [name for name, times in Counter(task.name for task in self.tasks).items() if times > 1]
+        if twice:
+            raise PydanticCustomError("names", "two tasks are named {name}", {"name": repr(twice[0])})
+        return self
 
 
 @dataclass(frozen=True)

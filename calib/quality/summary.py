@@ -17,7 +17,7 @@ from harness.manifest import BUNDLED_SET
 
 _MOST_GATES, _MOST_ROWS, _MOST_FINDINGS, _MOST_NOTES = 8, 8, 5, 3
 _SIGNS = {"pass": "✅ pass", "warn": "⚠️ warn", "fail": "❌ fail"}
-_NAME_CHARS, _WORDS_CHARS = 60, 200
+_NAME_CHARS, _WORDS_CHARS, _NOTE_CHARS = 60, 200, 500
 _MARKUP = frozenset(r"\`*_{}[]<>#|!~@&")
 
 
@@ -36,7 +36,7 @@ def _parts(report: QualityReport) -> Iterable[list[str]]:
     yield _where_to_look(report)
     if report.notes:
         left = len(report.notes) - _MOST_NOTES
-        listed = [f"- {_words(note)}" for note in report.notes[:_MOST_NOTES]]
+        listed = [f"- {_words(note, _NOTE_CHARS)}" for note in report.notes[:_MOST_NOTES]]
         yield ["**Notes**", "", *listed, *([f"- {number_of(left, 'more note')} in the report"] if left > 0 else [])]
 
 
@@ -52,7 +52,7 @@ def _compared(report: QualityReport, engine: EngineRow, baseline: EngineRow) -> 
 
 
 def _gates(gates: Sequence[GateResult]) -> list[str]:
-    worst = [gate for verdict in ("fail", "warn") for gate in gates if gate.verdict == verdict]
+    worst = _kinds_first([gate for verdict in ("fail", "warn") for gate in gates if gate.verdict == verdict])
     if not worst:
         return []
     lines = _head("verdict", "gate", "where", "value", "95 %", "warns above", "fails above")
@@ -65,6 +65,15 @@ def _gates(gates: Sequence[GateResult]) -> list[str]:
         lines.append(_row(_SIGNS[gate.verdict], _words(gate.gate), _code(gate.where), value, between, *limits))
     left = len(worst) - _MOST_GATES
     return [*lines, *(["", f"{number_of(left, 'more gate')} failed or warn."] if left > 0 else [])]
+
+
+def _kinds_first(gates: Sequence[GateResult]) -> list[GateResult]:
+    """Failures before warnings, of each the first of every kind and then the others: one kind would fill the table."""
+    first = {(gate.gate, gate.verdict): number for number, gate in reversed(list(enumerate(gates)))}
+    order = sorted(
+        enumerate(gates), key=lambda each: (each[1].verdict != "fail", each[0] not in first.values(), each[0])
+    )
+    return [gate for _, gate in order]
 
 
 def _choices(rows: Sequence[EngineRow]) -> list[str]:
@@ -123,9 +132,9 @@ def _code(text: str) -> str:
     return f"`{_one_line(text, _NAME_CHARS).replace('`', chr(39))}`"
 
 
-def _words(text: str) -> str:
+def _words(text: str, most: int = _WORDS_CHARS) -> str:
     """A sentence, with all that Markdown or HTML would read escaped."""
-    line = _one_line(text, _WORDS_CHARS)
+    line = _one_line(text, most)
     return "".join(f"\\{character}" if character in _MARKUP else character for character in line)
 
 

@@ -32,6 +32,7 @@ WINDOWS_BESIDE = 4  # for the noise floor, of each domain
 _DECODED = 48  # tokens at the end of a window that are computed one at a time there
 _POSITION_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _MOST_NATS = 700.0  # a broken engine's perplexity stays a number, which JSON can hold
+_LEAST_TOKENS = 32  # of a window
 _OVERLAP = 0.05  # share of a window's n-grams from which on it counts as seen
 
 
@@ -65,7 +66,7 @@ def cut_windows(
         step = min(length - len(prefix), len(tokens))
         all_windows = [[*prefix, *tokens[i : i + step]] for i in range(0, len(tokens) - step + 1, max(1, step))]
         unseen = [window for window in all_windows if _overlap(window, calibration_ngrams) < _OVERLAP]
-        if not unseen or step < 2:
+        if not unseen or step < _LEAST_TOKENS:
             raise QualityError(
                 f"the text of domain {name!r} has {len(tokens)} tokens, and no window of it is left that the "
                 "calibration set does not hold",

@@ -13,6 +13,8 @@ import typer
 import harness
 from harness.errors import HarnessError, UsageError
 
+_INTERRUPTED = 130
+
 
 def _print_version(asked: bool) -> None:
     if asked:
@@ -27,6 +29,7 @@ VersionOption = Annotated[
 
 def printable(text: str) -> str:
     """Text that cannot speak to the terminal: what comes from files may hold escape sequences. Lines stay lines."""
+    text = text.replace("\N{NO-BREAK SPACE}", " ")
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -44,8 +47,16 @@ def run_cli(app: typer.Typer) -> None:
             HarnessError(f"{error.strerror or error}{where}"[:400], "check that path, its permissions and its disk"), 1
         )
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        _interrupted()
+    except SystemExit as end:  # typer's own end of an interrupted command says nothing
+        if end.code == _INTERRUPTED:
+            _interrupted()
+        raise
+
+
+def _interrupted() -> None:
+    print("interrupted", file=sys.stderr)
+    sys.exit(_INTERRUPTED)
 
 
 def _fail(error: HarnessError, code: int) -> None:

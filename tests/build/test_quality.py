@@ -34,6 +34,7 @@ def test_a_build_reports_and_the_next_one_knows(tiny_llama_path: Path, suite: Pa
     engine = Path(first.out.strip())
     assert first.code == 0, first.err
     assert "quality: pass" in first.err
+    assert "\N{REPLACEMENT CHARACTER}" not in first.err
     assert read_manifest(engine).quality.verdict == "pass"
     assert "suite_sha256" in json.dumps(read_manifest(engine).quality.model_dump())
     second = build(*asked)
@@ -59,8 +60,13 @@ def test_a_failed_gate_is_exit_code_3_and_the_engine_is_kept(
     assert (done.code, done.out) == (3, "")
     assert re.search(r"fail: perplexity change of code is \+[\d.]+ %: above the limit of \+3 %", done.err)
     assert read_manifest(broken).quality.verdict == "fail"
+    manifest = read_manifest(broken)
+    lenient = manifest.quality.model_copy(update={"verdict": "pass", "suite_sha256": "0" * 64})
+    write_manifest(broken, manifest.model_copy(update={"quality": lenient}))
+    again = build("quality", "--engine", broken, "--baseline", tiny_llama_path, "--suite", suite, "--quick")
+    assert "the former verdict was pass, of a quick report with another suite; it is replaced" in again.err
     assert build("verify", "--engine", broken).code == 0
-    assert "fail" in build("inspect", "--engine", broken).out
+    assert "fail (quick report" in build("inspect", "--engine", broken).out
     with pytest.raises(EngineError, match=r"failed its quality report: see .*report\.html") as refused:
         check_quality(broken, read_manifest(broken), allow_failed=False)
     assert "--allow-failed-quality" in refused.value.hint

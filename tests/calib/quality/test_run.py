@@ -136,6 +136,11 @@ def test_another_chat_template_fails_and_is_told(
     assert fired(report) == {"chat template"}
 
 
+def test_a_quantized_engine_is_no_baseline_of_its_own(llama_int4: Path, small_suite: Callable[..., Suite]) -> None:
+    with pytest.raises(QualityError, match="its own baseline"):
+        measured(llama_int4, llama_int4, small_suite())
+
+
 def test_measuring_again_changes_nothing(llama_int4: Path, llama_f16: Path, small_suite: Callable[..., Suite]) -> None:
     first, second = (measured(llama_int4, llama_f16, small_suite()) for _ in range(2))
     timeless: Mapping[str, Any] = {"created": "", "seconds": 0}

@@ -12,6 +12,14 @@ import yaml
 from harness.calib.quality.suite import load_suite
 from harness.errors import SuiteError
 
+TASK = {
+    "name": "tickets",
+    "layer": "tasks",
+    "description": "",
+    "source": "ours",
+    "file": "traffic.txt",
+    "scorer": "contains",
+}
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "suites.md"
 
 
@@ -62,6 +70,9 @@ def test_the_shortest_suite_of_the_docs_is_one_and_all_of_it_is_needed(
             {"gates": {"task_drop": {"warn": 0.02, "fail": "20%"}}},
             "gates.task_drop.fail: '20%' is not a number; write 0.2",
         ),
+        ({"gates": {"task_drop": {"warn": 2, "fail": 20}}}, "task_drop.fail: input should be less than or equal to 1"),
+        ({"gates": {"kl_divergence": {"warn": 0.5, "fail": 0.2}}}, "kl_divergence: warn is above fail"),
+        ({"tasks": [TASK, TASK]}, "two tasks are named 'tickets'"),
         ({"speed": {"rounds": 0}}, "speed.rounds: input should be greater than or equal to 1, not 0"),
         ({"gate": {}}, "gate: a suite has no such part"),
         ({"tasks": "none"}, "tasks: input should be a valid list, not 'none'"),
