@@ -107,7 +107,8 @@ def report_quality(request: QualityRequest, console: Console) -> Verdict:
     if known.verdict not in ("not_run", report.verdict):
         console.print(
             f"the former verdict was {known.verdict}, of a {known.kind} report with "
-            f"{'this' if known.suite_sha256 == suite.sha256 else 'another'} suite; it is replaced"
+            f"{'this' if known.suite_sha256 == suite.sha256 else 'another'} suite; it is replaced",
+            soft_wrap=True,
         )
     page = write_report(report, request.engine_dir)
     _tell(report, page, console)
