@@ -141,6 +141,9 @@ def _baseline(baseline: str | None, engine_dir: Path, manifest: EngineManifest, 
         return found
     if (Path(baseline) / MANIFEST_NAME).is_file():
         return Path(baseline)
+    path = Path(baseline)
+    if not path.exists() and path.parent != Path() and path.parent.is_dir():
+        raise UsageError(f"--baseline: there is no {path}", "give the folder of an engine, or a model")
     if manifest.gpu is not None:
         raise UsageError(
             f"--baseline {baseline} is no engine, and the baseline of one for {manifest.arch} is not built on the way",

@@ -89,6 +89,8 @@ def test_no_baseline_is_said(llama_engine: Path, build: Callable[..., Done], tmp
     (tmp_path / "older" / "manifest.json").write_text('{"schema_version": 1}')  # beside it, and nobody's business
     build("quality", "--engine", llama_engine).says("no f16 engine of the same weights", "--baseline MODEL")
     build("quality", "--engine", llama_engine, "--baseline", "nothing-here").says("nothing at 'nothing-here'")
+    missing = llama_engine.parent / "f16"
+    build("quality", "--engine", llama_engine, "--baseline", missing).says(f"there is no {missing}", code=2)
     build("quality", "--engine", llama_engine, "--baseline", llama_engine, "--compare", "int3").says(
         "--compare 'int3'", code=2
     )
