@@ -132,6 +132,7 @@ FAULTY_MODELS: dict[str, tuple[Edit, list[str]]] = {
     "config not JSON": (write("config.json", "{"), ["config.json is not JSON"]),
     "config too deep": (write("config.json", "[" * 100_000), ["config.json is not JSON"]),
     "unknown architecture": (edit_json("config.json", architectures=["GPT2LMHeadModel"]), ["GPT2", "LlamaForC"]),
+    "served elsewhere": (edit_json("config.json", architectures=["DeepseekV32ForCausalLM"]), ["V32", "trtllm-serve"]),
     "architecture not a name": (edit_json("config.json", architectures=7), ["unknown architecture 7"]),
     "field missing": (edit_json("config.json", vocab_size=None), ["no field 'vocab_size'"]),
     "size a word": (edit_json("config.json", hidden_size="big"), ["hidden_size is 'big'"]),
