@@ -18,21 +18,20 @@ from harness.arch import CPU
 from harness.build.checkpoint import QuantizedCheckpoint
 from harness.build.lowering.decoder import LOWERING_VERSION, build_stateful_model
 from harness.build.lowering.weights import Spool, WeightLowering
-from harness.build.manifest_parts import calibration_part, model_part, tokenizer_part
-from harness.build.store import check_free_space, engine_id, existing_engine, staged
+from harness.build.manifest_parts import calibration_part, kv_part, model_part, recipe_part, tokenizer_part
+from harness.build.store import DISK_FULL, check_free_space, engine_id, existing_engine, not_written, staged, was_taken
 from harness.build.tokenizer_check import check_tokenizer
 from harness.build.weight_check import check_weights
 from harness.errors import BuildError
-from harness.ledger import TOKENS_PER_BLOCK, kv_layout, weights_bytes
-from harness.manifest import EngineManifest, KvPart, QualityPart, RecipePart, describe_files, write_manifest
-from harness.recipe import Precision, Recipe, decoder_bits_per_weight, model_bits_per_weight
-from harness.spec import MlaSpec, ModelSpec
+from harness.ledger import kv_layout, weights_bytes
+from harness.manifest import EngineManifest, KvPart, QualityPart, describe_files, write_manifest
+from harness.recipe import Precision, Recipe
+from harness.spec import ModelSpec
 from harness.tokenizer import Tokenizer
 from harness.weight_source import WeightSource
 
 _DISK_FACTOR = 2.1  # the spool of finished constants and the engine's own file stand beside each other for a while
 _GRAPH_BYTES = 16 << 20  # more than model.xml takes
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,7 @@ def build_cpu_engine(
         if existing_engine(engine_dir, identity):
             return found
     except OSError as error:
-        raise _not_written(engine_dir, error) from None
+        raise not_written(engine_dir, error) from None
     tokenizer = Tokenizer(source.tokenizer, source.generation_config)
     check_tokenizer(tokenizer, spec)
     try:
@@ -101,12 +100,7 @@ def build_cpu_engine(
                 arch=CPU.name,
                 backend=CPU.backend,
                 versions=versions,
-                recipe=RecipePart(
-                    name=recipe.name,
-                    layers=layers,
-                    bits_per_weight=model_bits_per_weight(spec, resolved),
-                    decoder_bits_per_weight=decoder_bits_per_weight(spec, resolved),
-                ),
+                recipe=recipe_part(recipe.name, spec, resolved),
                 calibration=calibration_part(source),
                 kv=_kv_part(spec),
                 max_model_len=spec.max_position_embeddings,
@@ -117,20 +111,10 @@ def build_cpu_engine(
             )
             write_manifest(stage, manifest)
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and existing_engine(engine_dir, identity):
+        if was_taken(error) and existing_engine(engine_dir, identity):
             return found  # another build of the same engine was faster
-        raise _not_written(engine_dir, error) from None
+        raise not_written(engine_dir, error) from None
     return BuiltEngine(engine_dir=engine_dir, reused=False)
-
-
-def _not_written(engine_dir: Path, error: OSError) -> BuildError:
-    where = f" ({error.filename})" if error.filename else ""
-    hint = (
-        "free some space, or give --out on another disk"
-        if error.errno in _FULL
-        else "check the folder, or give another --out"
-    )
-    return BuildError(f"cannot write {str(engine_dir)[:200]}: {error.strerror or error}{where[:200]}", hint)
 
 
 def _write_model(
@@ -155,7 +139,7 @@ def _check_room(stage: Path) -> None:
         with (stage / "room").open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, (stage / "constants.spool").stat().st_size + _GRAPH_BYTES)
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in DISK_FULL:
             raise
 
 
@@ -172,15 +156,7 @@ def _check_saved(stage: Path) -> None:
 
 def _kv_part(spec: ModelSpec) -> KvPart:
     layout = kv_layout(spec)
-    return KvPart(
-        kind="mla-latent" if isinstance(spec.attention, MlaSpec) else "gqa",
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        key_dim=layout.key_dim,
-        value_dim=layout.value_dim,
-        tokens_per_block=TOKENS_PER_BLOCK,
-        bytes_per_token={"fast": layout.bytes_per_token("u8"), "deterministic": layout.bytes_per_token("f32")},
-    )
+    return kv_part(spec, layout, {"fast": layout.bytes_per_token("u8"), "deterministic": layout.bytes_per_token("f32")})
 
 
 def _compile_settings(resolved: dict[str, Precision]) -> dict[Literal["fast", "deterministic"], dict[str, str]]:

@@ -6,6 +6,7 @@ nothing, not even the folders it made for the engine to lie in; what a killed on
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ from harness.folder_lock import lock_folder, remove_abandoned
 from harness.manifest import MANIFEST_NAME, read_manifest, verify_files
 
 _TEMPORARY = ".building-"
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def engine_id(
@@ -95,6 +97,22 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
             f"building needs {needed_bytes / 2**30:.2f} GiB of disk, {free / 2**30:.2f} GiB are free in {folder}",
             "free some, or give --out on another disk",
         )
+
+
+def not_written(folder: Path, error: OSError) -> BuildError:
+    """What to raise where `folder` could not be written."""
+    where = f" ({error.filename})" if error.filename else ""
+    hint = (
+        "free some space, or give --out on another disk"
+        if error.errno in DISK_FULL
+        else "check the folder, or give another --out"
+    )
+    return BuildError(f"cannot write {str(folder)[:200]}: {error.strerror or error}{where[:200]}", hint)
+
+
+def was_taken(error: OSError) -> bool:
+    """Whether `staged` failed because its folder had been filled meanwhile, such as by a faster build of the same."""
+    return error.errno in (errno.ENOTEMPTY, errno.EEXIST)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -137,7 +137,7 @@ def write_quantized(model: Path, folder: Path, recipe: Recipe, *, statistics: bo
     config = json.loads((folder / "config.json").read_text())
     quantization = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
-    _seal(folder, spec, {name: str(precision) for name, precision in resolved.items()})
+    seal(folder, spec, {name: str(precision) for name, precision in resolved.items()})
     return folder
 
 
@@ -159,7 +159,10 @@ def _stored(weight: Array, precision: Precision) -> dict[str, Array]:
     return stored
 
 
-def _seal(folder: Path, spec: ModelSpec, layers: dict[str, str]) -> None:
+def seal(
+    folder: Path, spec: ModelSpec, layers: dict[str, str], *, target: Literal["portable", "cpu"] = "portable"
+) -> None:
+    """Writes the record of a quantized checkpoint over what lies in the folder."""
     record = CheckpointRecord(
         checkpoint_id="0123456789ab",
         model=ModelPart(
@@ -176,7 +179,7 @@ def _seal(folder: Path, spec: ModelSpec, layers: dict[str, str]) -> None:
             label="traffic.jsonl", fingerprint="b" * 64, num_samples=128, num_tokens=4096, system_prompt_share=0.5
         ),
         recipe=RecipePart(name="searched", layers=layers, bits_per_weight=4.5, decoder_bits_per_weight=4.5),
-        target="portable",
+        target=target,
         optimize="decode",
         loss=LossPart(perplexity_before=3.0, perplexity_after=3.1, kl_divergence=0.01, num_tokens=100),
         unreached_experts=[],

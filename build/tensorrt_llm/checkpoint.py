@@ -6,7 +6,6 @@ stands in it is decided by `plan`, laid out by `weights` and `latent_weights`, d
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import shutil
@@ -20,9 +19,9 @@ from typing import Any, Literal
 import harness
 from harness.build.checkpoint import QuantizedCheckpoint
 from harness.build.hf_tokenizer import read_json
-from harness.build.manifest_parts import calibration_part, model_part, tokenizer_part
+from harness.build.manifest_parts import calibration_part, model_part, recipe_part, tokenizer_part
 from harness.build.safetensors_writer import StreamedTensor, write_safetensors
-from harness.build.store import check_free_space, staged
+from harness.build.store import check_free_space, not_written, staged, was_taken
 from harness.build.tensorrt_llm.families import LATENT_FAMILY, check_family
 from harness.build.tensorrt_llm.latent_weights import LatentRankWeights
 from harness.build.tensorrt_llm.plan import Plan, make_plan
@@ -38,8 +37,8 @@ from harness.build.tensorrt_llm.weights import RankWeights
 from harness.build.tokenizer_check import check_tokenizer
 from harness.build.weight_check import check_weights
 from harness.errors import BuildError, EngineError, SourceError
-from harness.manifest import RecipePart, describe_files, verify_file
-from harness.recipe import Recipe, decoder_bits_per_weight, linear_shapes, model_bits_per_weight
+from harness.manifest import describe_files, verify_file
+from harness.recipe import Recipe, linear_shapes
 from harness.spec import ModelSpec
 from harness.tokenizer import Tokenizer
 from harness.weight_source import WeightSource
@@ -51,14 +50,19 @@ _COPY_AGAIN = "copy the checkpoint again, whole, or remove its folder and make i
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltTrtllmCheckpoint:
-    """Where a checkpoint is, whether it was there already, and the int8 modules that are 16-bit in it.
+    """A checkpoint, whether it was there already, and the int8 modules that are 16-bit in it.
 
     Those have no static scale of their inputs: the weights were not calibrated, or nothing reached them.
     """
 
-    path: Path
+    checkpoint: TrtllmCheckpoint
     reused: bool
     sixteen_bit: tuple[str, ...]
+
+    @property
+    def path(self) -> Path:
+        """Its folder."""
+        return self.checkpoint.path
 
 
 class TrtllmCheckpoint:
@@ -116,8 +120,8 @@ def build_trtllm_checkpoint(
     fingerprint = source.fingerprint()
     identity = _identity(plan, fingerprint)
     folder = out or engines_dir / source.name / f"trtllm-{identity}"
-    if _existing(folder, identity):
-        return BuiltTrtllmCheckpoint(path=folder, reused=True, sixteen_bit=plan.sixteen_bit)
+    if found := _existing(folder, identity):
+        return BuiltTrtllmCheckpoint(checkpoint=found, reused=True, sixteen_bit=plan.sixteen_bit)
     tokenizer = Tokenizer(source.tokenizer, source.generation_config)
     check_tokenizer(tokenizer, spec)
     try:
@@ -136,7 +140,7 @@ def build_trtllm_checkpoint(
             record = TrtllmCheckpointRecord(
                 checkpoint_id=identity,
                 model=model_part(source, fingerprint),
-                recipe=_recipe_part(recipe, plan),
+                recipe=recipe_part(recipe.name, spec, plan.precisions),
                 calibration=calibration_part(source),
                 tokenizer=tokenizer_part(tokenizer),
                 tp_size=tp_size,
@@ -148,13 +152,11 @@ def build_trtllm_checkpoint(
             )
             (stage / RECORD_NAME).write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and _existing(folder, identity):
-            return BuiltTrtllmCheckpoint(path=folder, reused=True, sixteen_bit=plan.sixteen_bit)
-        raise BuildError(
-            f"cannot write {str(folder)[:200]}: {error.strerror or error}",
-            "free some space, or give --out on another disk",
-        ) from None
-    return BuiltTrtllmCheckpoint(path=folder, reused=False, sixteen_bit=plan.sixteen_bit)
+        if was_taken(error) and (found := _existing(folder, identity)):
+            return BuiltTrtllmCheckpoint(checkpoint=found, reused=True, sixteen_bit=plan.sixteen_bit)
+        raise not_written(folder, error) from None
+    made = TrtllmCheckpoint(folder, record)
+    return BuiltTrtllmCheckpoint(checkpoint=made, reused=False, sixteen_bit=plan.sixteen_bit)
 
 
 def open_trtllm_checkpoint(path: Path) -> TrtllmCheckpoint:
@@ -219,26 +221,27 @@ def _identity(plan: Plan, fingerprint: str) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _existing(folder: Path, identity: str) -> bool:
-    """Whether the wanted checkpoint is already there, whole."""
+def _existing(folder: Path, identity: str) -> TrtllmCheckpoint | None:
+    """The wanted checkpoint, if it is already there, whole."""
     if not folder.exists():
-        return False
+        return None
     if (folder / RECORD_NAME).is_file():
         try:
-            seen = open_trtllm_checkpoint(folder).record.checkpoint_id
+            found = open_trtllm_checkpoint(folder)
         except SourceError as error:
             raise BuildError(
                 f"{folder} holds a checkpoint that cannot be reused: {error.message}",
                 "remove it and build again, or give another --out",
             ) from None
+        seen = found.record.checkpoint_id
         if seen != identity:
             raise BuildError(
                 f"{folder} holds another checkpoint (id {seen}, this one is {identity})", "give another --out"
             )
-        return True
+        return found
     if not folder.is_dir() or any(folder.iterdir()):
         raise BuildError(f"{folder} exists and is not a TensorRT-LLM checkpoint", "give another --out, or remove it")
-    return False
+    return None
 
 
 def _write_weights(source: WeightSource, plan: Plan, stage: Path, on_layer: Callable[[int], None]) -> None:
@@ -279,15 +282,6 @@ def _stage_tensors(weights: RankWeights, layers: range, num_layers: int) -> list
     if layers.stop == num_layers:
         tensors += [(tensor, None) for tensor in weights.head()]
     return tensors
-
-
-def _recipe_part(recipe: Recipe, plan: Plan) -> RecipePart:
-    return RecipePart(
-        name=recipe.name,
-        layers={module: str(precision) for module, precision in plan.precisions.items()},
-        bits_per_weight=model_bits_per_weight(plan.spec, plan.precisions),
-        decoder_bits_per_weight=decoder_bits_per_weight(plan.spec, plan.precisions),
-    )
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

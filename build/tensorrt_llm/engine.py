@@ -6,7 +6,6 @@ the manifest says of limits and of reuse was read from what was built, not from 
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -16,7 +15,8 @@ from typing import Any
 
 from harness.arch import Arch
 from harness.build.cpu_engine import BuiltEngine
-from harness.build.store import check_free_space, engine_id, existing_engine, staged
+from harness.build.manifest_parts import kv_part
+from harness.build.store import check_free_space, engine_id, existing_engine, not_written, staged, was_taken
 from harness.build.tensorrt_llm.checkpoint import TrtllmCheckpoint
 from harness.build.tensorrt_llm.limits import EngineLimits, rank_kv_bytes_per_token
 from harness.build.tensorrt_llm.trtllm_build import (
@@ -28,9 +28,8 @@ from harness.build.tensorrt_llm.trtllm_build import (
 )
 from harness.checkpoint_record import NGRAMS_NAME, SENSITIVITY_NAME
 from harness.errors import BuildError
-from harness.ledger import TOKENS_PER_BLOCK, kv_layout
-from harness.manifest import EngineManifest, GpuPart, KvPart, QualityPart, describe_files, write_manifest
-from harness.spec import MlaSpec
+from harness.ledger import kv_layout
+from harness.manifest import EngineManifest, GpuPart, KvPart, QualityPart, describe_files, engine_files, write_manifest
 from harness.weight_source import safe_name
 
 _CONFIG_NAME = "config.json"
@@ -110,17 +109,16 @@ def build_gpu_engine(
             )
             write_manifest(stage, manifest)
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and existing_engine(engine_dir, identity):
+        if was_taken(error) and existing_engine(engine_dir, identity):
             return found  # another build of the same engine was faster
-        raise BuildError(
-            f"cannot write {engine_dir}: {error.strerror or error}", "free some space, or give another --out"
-        ) from None
+        raise not_written(engine_dir, error) from None
     return BuiltGpuEngine(engine_dir=engine_dir, reused=False, fallbacks=fallbacks)
 
 
 def _built_with(stage: Path, checkpoint: TrtllmCheckpoint) -> dict[str, Any]:
     """What an engine was built with, after a look that all of it is there."""
-    missing = [name for name in _engine_files(checkpoint) if not (stage / name).is_file()]
+    num_ranks = checkpoint.record.tp_size * checkpoint.record.pp_size
+    missing = [name for name in engine_files(num_ranks) if not (stage / name).is_file()]
     if missing:
         raise BuildError(f"trtllm-build wrote no {missing[0]}", "see its log; build again")
     try:
@@ -136,11 +134,6 @@ def _built_with(stage: Path, checkpoint: TrtllmCheckpoint) -> dict[str, Any]:
             f"the {_CONFIG_NAME} that trtllm-build wrote is not as known: {error!r}", "see harness-build doctor"
         ) from None
     return built
-
-
-def _engine_files(checkpoint: TrtllmCheckpoint) -> list[str]:
-    num_ranks = checkpoint.record.tp_size * checkpoint.record.pp_size
-    return [_CONFIG_NAME, *(f"rank{rank}.engine" for rank in range(num_ranks))]
 
 
 def _gpu_part(
@@ -167,14 +160,5 @@ def _gpu_part(
 
 def _kv_part(checkpoint: TrtllmCheckpoint) -> KvPart:
     record, spec = checkpoint.record, checkpoint.spec
-    layout = kv_layout(spec, mla="latent-once")
     per_rank = rank_kv_bytes_per_token(spec, tp_size=record.tp_size, pp_size=record.pp_size, kv_dtype=record.kv_dtype)
-    return KvPart(
-        kind="mla-latent" if isinstance(spec.attention, MlaSpec) else "gqa",
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        key_dim=layout.key_dim,
-        value_dim=layout.value_dim or layout.key_dim,  # of a latent cache read out of the key
-        tokens_per_block=TOKENS_PER_BLOCK,
-        bytes_per_token={"fast": per_rank},
-    )
+    return kv_part(spec, kv_layout(spec, mla="latent-once"), {"fast": per_rank})

@@ -8,7 +8,6 @@ they were made from, and the sha256 of every other file.
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ from typing import Any
 import harness
 from harness.arch import Arch
 from harness.build.checkpoint import QuantizedCheckpoint
-from harness.build.manifest_parts import calibration_part, model_part, tokenizer_part
+from harness.build.manifest_parts import calibration_part, model_part, recipe_part, tokenizer_part
 from harness.build.safetensors_writer import StreamedTensor, write_safetensors
-from harness.build.store import check_free_space, engine_id, staged
+from harness.build.store import check_free_space, engine_id, not_written, staged, was_taken
 from harness.build.tensorrt_llm.pytorch_config import (
     Dtype,
     folder_dtype,
@@ -35,8 +34,8 @@ from harness.build.tensorrt_llm.pytorch_tensors import folder_tensors, layer_of
 from harness.build.tokenizer_check import check_tokenizer
 from harness.build.weight_check import check_weights
 from harness.errors import BuildError, EngineError
-from harness.manifest import RecipePart, describe_files, read_versioned, verify_file
-from harness.recipe import Precision, Recipe, decoder_bits_per_weight, in_decoder, model_bits_per_weight
+from harness.manifest import describe_files, read_versioned, verify_file
+from harness.recipe import Precision, Recipe, in_decoder
 from harness.tokenizer import (
     CHAT_TEMPLATE_NAME,
     GENERATION_CONFIG_NAME,
@@ -111,12 +110,7 @@ def build_pytorch_folder(
             record = PytorchFolderRecord(
                 folder_id=identity,
                 model=model_part(source, fingerprint),
-                recipe=RecipePart(
-                    name=recipe.name,
-                    layers=layers,
-                    bits_per_weight=model_bits_per_weight(source.spec, stored),
-                    decoder_bits_per_weight=decoder_bits_per_weight(source.spec, stored),
-                ),
+                recipe=recipe_part(recipe.name, source.spec, stored),
                 calibration=calibration_part(source),
                 tokenizer=tokenizer_part(tokenizer),
                 dtype=dtype,
@@ -125,11 +119,9 @@ def build_pytorch_folder(
             )
             _write_json(stage / RECORD_NAME, record.model_dump(mode="json"))
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and _existing(path, identity):
+        if was_taken(error) and _existing(path, identity):
             return BuiltPytorchFolder(path=path, reused=True)  # another build of the same folder was faster
-        raise BuildError(
-            f"cannot write {str(path)[:200]}: {error.strerror or error}", "free some space, or give another --out"
-        ) from None
+        raise not_written(path, error) from None
     return BuiltPytorchFolder(path=path, reused=False)
 
 

@@ -142,13 +142,13 @@ def build_for_gpu(
     if arch.caveat:
         console.print(f"{arch.name}: {arch.caveat}", soft_wrap=True)
     if gpu.stage == "engine":
-        return _engine(_given_checkpoint(request), gpu, arch, out, console, engines_dir=Path("engines"))
+        return _engine(_given_checkpoint(request), gpu, arch, out, console)
     checkpoint, reused = _checkpoint(request, gpu, arch, out if gpu.stage == "checkpoint" else None, console)
     if gpu.stage == "checkpoint":
         return GpuOutcome(path=checkpoint.path, kind="checkpoint", reused=reused)
     lacking = _lacking(arch, gpu.num_ranks)
     if lacking is None:
-        return _engine(checkpoint, gpu, arch, out, console, engines_dir=Path("engines"))
+        return _engine(checkpoint, gpu, arch, out, console)
     _say_what_is_left(checkpoint, gpu, arch, out, lacking, console)
     return GpuOutcome(path=checkpoint.path, kind="checkpoint", reused=reused)
 
@@ -195,7 +195,7 @@ def _checkpoint(
             kv_dtype=gpu.kv_dtype,
             on_layer=on_layer,
         )
-    checkpoint = open_trtllm_checkpoint(built.path)
+    checkpoint = built.checkpoint
     _tell_sixteen_bit(built.sixteen_bit, console)
     console.print(printable(f"{'found' if built.reused else 'made'} checkpoint {built.path}"), soft_wrap=True)
     _tell_checkpoint(checkpoint, console)
@@ -233,7 +233,7 @@ def _given_checkpoint(request: BuildRequest) -> TrtllmCheckpoint:
 
 
 def _engine(
-    checkpoint: TrtllmCheckpoint, gpu: GpuRequest, arch: Arch, out: Path | None, console: Console, *, engines_dir: Path
+    checkpoint: TrtllmCheckpoint, gpu: GpuRequest, arch: Arch, out: Path | None, console: Console
 ) -> GpuOutcome:
     record = checkpoint.record
     num_ranks = record.tp_size * record.pp_size
@@ -285,7 +285,7 @@ def _engine(
             limits,
             options,
             versions=_versions(found),
-            engines_dir=engines_dir,
+            engines_dir=Path("engines"),
             out=out,
             num_workers=num_ranks,
             on_line=lambda line: status.update(printable(line[-100:])),

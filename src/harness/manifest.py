@@ -217,7 +217,12 @@ class EngineManifest(_Part):
         """Files without which it cannot run."""
         if self.gpu is None:
             return ("model.xml", "model.bin", *_TOKENIZER_FILES)
-        return ("config.json", *(f"rank{rank}.engine" for rank in range(self.gpu.num_ranks)), *_TOKENIZER_FILES)
+        return (*engine_files(self.gpu.num_ranks), *_TOKENIZER_FILES)
+
+
+def engine_files(num_ranks: int) -> tuple[str, ...]:
+    """What `trtllm-build` leaves of an engine of so many ranks."""
+    return ("config.json", *(f"rank{rank}.engine" for rank in range(num_ranks)))
 
 
 def weights_node_name(num_rows: Mapping[str, int]) -> str:

@@ -27,17 +27,17 @@ from engine_oracle import (
     unpack,
 )
 from safetensors.torch import load_file, save_file
+from trtllm_models import seal
 
 from harness.build.checkpoint import open_checkpoint
 from harness.build.cpu_engine import build_cpu_engine
 from harness.build.hf_source import HfFolderSource
 from harness.build.lowering import weights
 from harness.build.lowering.quantize import quantize_rows
-from harness.checkpoint_record import RECORD_NAME, CheckpointRecord, LossPart
+from harness.checkpoint_record import RECORD_NAME
 from harness.errors import BuildError, RecipeError, SourceError, UnsupportedModelError
-from harness.manifest import CalibrationSetPart, ModelPart, RecipePart, describe_files, read_manifest
+from harness.manifest import read_manifest
 from harness.recipe import INT8, Precision, Recipe
-from harness.spec import ModelSpec
 
 Tensors = dict[str, torch.Tensor]
 Array = npt.NDArray[Any]
@@ -124,36 +124,8 @@ def write_checkpoint(source: Path, folder: Path, recipe: Recipe, edit: Callable[
     config = json.loads((folder / "config.json").read_text())
     quantization = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
-    seal(folder, spec, {name: str(p) for name, p in resolved.items()})
+    seal(folder, spec, {name: str(p) for name, p in resolved.items()}, target="cpu")
     return folder
-
-
-def seal(folder: Path, spec: ModelSpec, layers: dict[str, str]) -> None:
-    """Writes the record over what lies in the folder."""
-    record = CheckpointRecord(
-        checkpoint_id="0123456789ab",
-        model=ModelPart(
-            name="tiny",
-            architecture=spec.architecture,
-            content_hash="a" * 64,
-            num_parameters=1,
-            num_layers=spec.num_layers,
-            vocab_size=spec.vocab_size,
-            max_position_embeddings=spec.max_position_embeddings,
-        ),
-        method="gptq",
-        calibration_set=CalibrationSetPart(
-            label="traffic.jsonl", fingerprint="b" * 64, num_samples=128, num_tokens=4096, system_prompt_share=0.5
-        ),
-        recipe=RecipePart(name="searched", layers=layers, bits_per_weight=4.5, decoder_bits_per_weight=4.5),
-        target="cpu",
-        optimize="decode",
-        loss=LossPart(perplexity_before=3.0, perplexity_after=3.1, kl_divergence=0.01, num_tokens=100),
-        unreached_experts=[],
-        versions={"harness": "0"},
-        files={name: part for name, part in describe_files(folder).items() if name != RECORD_NAME},
-    )
-    (folder / RECORD_NAME).write_text(record.model_dump_json())
 
 
 def read_tensors(folder: Path) -> Tensors:
@@ -251,7 +223,7 @@ def test_the_manifest_and_the_id_tell_checkpoints_apart(checkpoint_folder: Path,
     name = next(n for n in tensors if n.endswith("weight_packed"))
     tensors[name] = tensors[name] ^ 1
     save_file(tensors, path)
-    seal(checkpoint_folder, checkpoint.spec, checkpoint.record.recipe.layers)
+    seal(checkpoint_folder, checkpoint.spec, checkpoint.record.recipe.layers, target="cpu")
     other = build_cpu_engine(open_checkpoint(checkpoint_folder), checkpoint.recipe, engines_dir=tmp_path / "engines")
     assert not other.reused
     assert read_manifest(other.engine_dir).model == manifest.model
@@ -354,7 +326,7 @@ def without_quantization(folder: Path) -> None:
     config = checkpoint.config
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
-    seal(folder, checkpoint.spec, checkpoint.record.recipe.layers)
+    seal(folder, checkpoint.spec, checkpoint.record.recipe.layers, target="cpu")
 
 
 FILE_PART = {"sha256": "0" * 64, "num_bytes": 1}
